@@ -1,0 +1,48 @@
+"""Counter-based Gumbel noise keyed by (seed, position, token id): the shared randomness of target and drafter.
+
+Every draw is a pure function of its key, so it does not matter which device or process asks, in which order, or for
+which subset of the vocabulary. That makes sampled text independent of speculation (Gumbel coupling: Daliri, Musco,
+Suresh, arXiv:2408.07978).
+
+A key is hashed by two rounds of a 32-bit multiply-xorshift finaliser (constants of H. Wellons' "lowbias32") to a
+32-bit word r, then g = -log(-log((r + 0.5) / 2**32)). The logarithms are taken in float64 and rounded once to float32,
+so vectorised, scalar and GPU implementations of `log` agree on the result.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_WORD = 0xFFFFFFFF
+
+
+def _mix_int(x: int) -> int:
+    x &= _WORD
+    x = ((x ^ (x >> 16)) * 0x7FEB352D) & _WORD
+    x = ((x ^ (x >> 15)) * 0x846CA68B) & _WORD
+    return x ^ (x >> 16)
+
+
+def _mix(x: Tensor) -> Tensor:
+    """`_mix_int` on int64 tensors holding 32-bit words; int64 products wrap but keep the low word exact."""
+    x = ((x ^ (x >> 16)) * 0x7FEB352D) & _WORD
+    x = ((x ^ (x >> 15)) * 0x846CA68B) & _WORD
+    return x ^ (x >> 16)
+
+
+def stream_key(seed: int, position: int) -> tuple[int, int]:
+    """Two 32-bit words that key all tokens' draws at one position of one request's text."""
+    low, high = seed & _WORD, (seed >> 32) & _WORD
+    first = _mix_int(_mix_int(low ^ 0x9E3779B9) + position)
+    # Hashed apart from `first`: two seeds whose first words meet at some position must not share their streams there.
+    second = _mix_int(_mix_int(high ^ 0x85EBCA6B) ^ _mix_int(_mix_int(low ^ 0xC2B2AE35) + position))
+    return first, second
+
+
+def gumbel_noise(keys: list[tuple[int, int]], token_ids: Tensor) -> Tensor:
+    """Standard Gumbel draws, float32 `[len(keys), V]`, for the ids `token_ids [V]` under each stream key."""
+    words = torch.tensor(keys, dtype=torch.int64, device=token_ids.device).reshape(-1, 2)
+    bits = _mix(_mix(token_ids ^ words[:, :1]) ^ words[:, 1:])
+    uniform = bits.to(torch.float64).add_(0.5).mul_(2.0**-32)
+    return uniform.log_().neg_().log_().neg_().to(torch.float32)

@@ -1,0 +1,112 @@
+"""What the native decoder needs to know of a Llama-family checkpoint, read from its Hugging Face `config.json`."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+NATIVE_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderConfig:
+    """Sizes and switches of a decoder; `raw` keeps the file for the RoPE variants that transformers computes.
+
+    Args:
+        qk_norm: RMSNorm over the head dimension of queries and keys (Qwen3).
+    """
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    max_positions: int
+    tie_word_embeddings: bool
+    qk_norm: bool
+    raw: dict[str, Any]
+
+    @staticmethod
+    def from_dict(raw: dict[str, Any]) -> DecoderConfig:
+        """Normalise a `config.json`.
+
+        Raises:
+            ValueError: naming the field, for an architecture or option the native decoder does not implement.
+        """
+        architecture = (raw.get("architectures") or ["?"])[0]
+        if architecture not in NATIVE_ARCHITECTURES:
+            raise ValueError(f"architectures: {architecture} is not supported; use one of {NATIVE_ARCHITECTURES}")
+        if raw.get("hidden_act", "silu") != "silu":
+            raise ValueError(f"hidden_act: {raw['hidden_act']} is not supported; only silu is")
+        if raw.get("mlp_bias"):
+            raise ValueError("mlp_bias: true is not supported")
+        max_positions = int(raw["max_position_embeddings"])
+        window = raw.get("sliding_window")
+        if window is not None and raw.get("use_sliding_window", True) and int(window) < max_positions:
+            raise ValueError(
+                f"sliding_window: {window} is shorter than max_position_embeddings {max_positions}; windowed attention "
+                f"is not supported: lower max_position_embeddings to {window} in config.json to serve without it"
+            )
+        num_heads = int(raw["num_attention_heads"])
+        num_kv_heads = int(raw.get("num_key_value_heads") or num_heads)
+        if num_heads % num_kv_heads:
+            raise ValueError(f"num_key_value_heads: {num_kv_heads} does not divide num_attention_heads {num_heads}")
+        return DecoderConfig(
+            architecture=architecture,
+            vocab_size=int(raw["vocab_size"]),
+            hidden_size=int(raw["hidden_size"]),
+            intermediate_size=int(raw["intermediate_size"]),
+            num_layers=int(raw["num_hidden_layers"]),
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=int(raw.get("head_dim") or raw["hidden_size"] // num_heads),
+            rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
+            max_positions=max_positions,
+            tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
+            qk_norm=architecture == "Qwen3ForCausalLM",
+            raw=raw,
+        )
+
+    @staticmethod
+    def from_folder(folder: Path) -> DecoderConfig:
+        """Read `config.json` of a Hugging Face folder."""
+        return DecoderConfig.from_dict(read_json(folder / "config.json"))
+
+    def tensor_parallel_sizes(self) -> list[int]:
+        """Numbers of ranks this model can be split over: divisors of its heads and of its MLP."""
+        return [
+            size
+            for size in range(1, self.num_kv_heads + 1)
+            if self.num_kv_heads % size == 0 and self.num_heads % size == 0 and self.intermediate_size % size == 0
+        ]
+
+    def check_tensor_parallel(self, size: int) -> None:
+        """Raise `ValueError`, naming the sizes that work, if the model cannot be split over `size` ranks."""
+        if size not in self.tensor_parallel_sizes():
+            raise ValueError(
+                f"tensor_parallel_size: {size} cannot split {self.num_heads} query heads, {self.num_kv_heads} key-value "
+                f"heads and an MLP of {self.intermediate_size}; sizes that work: {self.tensor_parallel_sizes()}"
+            )
+
+    def default_aux_layers(self) -> tuple[int, ...]:
+        """Residual-stream indices EAGLE-3 reads unless a head says otherwise: low, middle and high."""
+        return (2, self.num_layers // 2, self.num_layers - 3)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Parse a JSON object from a file, with errors that name the file."""
+    try:
+        content = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise ValueError(f"{path} does not exist") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} must hold a JSON object, found {type(content).__name__}")
+    return content
