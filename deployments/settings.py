@@ -1,0 +1,84 @@
+"""Settings of one engine: the arguments of the app builder, of `eyas serve`, and of the manifests."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from eyas.cluster.placement import engine_bundles
+from eyas.deployments.scheduler import TreeShape
+from eyas.models.catalog import DEFAULT_TARGET, resolve_head, resolve_target
+from eyas.workers.loading import EngineSpec
+
+
+class EngineSettings(BaseModel):
+    """Unknown keys are refused, so that a misspelt option cannot be ignored silently."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+    model: str = Field(DEFAULT_TARGET, description="the default model's name, or a Hugging Face folder")
+    head: str | None = Field(None, description="draft head folder; by default the one shipped for the model")
+    served_model_name: str | None = Field(None, description="id in the API; by default the model's name")
+    speculate: bool = Field(True, description="false decodes one token per step, without a drafter")
+    node_budget: int = Field(8, ge=1, description="nodes verified per request and step, root included")
+    draft_depth: int = Field(4, ge=1, description="levels of the draft tree below its root")
+    width: int = Field(4, ge=1, description="candidates kept per level")
+    tensor_parallel_size: int = Field(1, ge=1, description="target ranks")
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    device: Literal["cpu", "cuda"] = "cpu"
+    num_pages: int = Field(1024, ge=1, description="KV pages of the pool")
+    page_size: int = Field(16, ge=1, description="token positions per page")
+    max_batch_size: int = Field(32, ge=1, description="requests decoded together")
+    max_queue_size: int = Field(256, ge=1, description="requests waiting before new ones get 429")
+    max_prefill_tokens: int = Field(512, ge=1, description="prompt tokens processed per step")
+    threads_per_worker: int = Field(2, ge=1, description="CPU threads, and CPUs reserved, of each worker")
+    shares_noise: bool = Field(True, description="draft with the target's noise; false is plain top-k, to compare")
+    drafter_gpu_fraction: float = Field(0.1, gt=0, lt=1, description="share of rank 0's GPU kept for the drafter")
+
+    @property
+    def model_id(self) -> str:
+        return self.served_model_name or self.model
+
+    @property
+    def gpus_per_rank(self) -> float:
+        return 1.0 if self.device == "cuda" else 0.0
+
+    def tree_shape(self) -> TreeShape:
+        """Raises `ValueError`, naming the field, for a shape that cannot be grown."""
+        if not self.speculate or self.node_budget == 1:
+            return TreeShape()
+        return TreeShape(self.node_budget, self.draft_depth, self.width)
+
+    def max_committed_rows(self) -> int:
+        """Most rows one step can commit, which sizes the exchange ring."""
+        return self.max_prefill_tokens + self.max_batch_size * (self.tree_shape().draft_depth + 1)
+
+    def engine_spec(self) -> EngineSpec:
+        """What the workers load; resolves names to folders and refuses what cannot work.
+
+        Raises:
+            ValueError: naming the field and the remedy.
+        """
+        is_speculating = self.tree_shape().node_budget > 1
+        head = resolve_head(self.head, self.model) if is_speculating else None
+        if is_speculating and head is None:
+            raise ValueError(f"head: no head is shipped for {self.model}; pass --head FOLDER, or --no-speculation")
+        spec = EngineSpec(
+            target_folder=str(resolve_target(self.model)),
+            head_folder=None if head is None else str(head),
+            dtype=self.dtype,
+            device=self.device,
+            num_pages=self.num_pages,
+            page_size=self.page_size,
+            num_threads=self.threads_per_worker,
+            tensor_parallel_size=self.tensor_parallel_size,
+            shares_noise=self.shares_noise,
+        )
+        spec.validate()
+        return spec
+
+    def placement_bundles(self) -> list[dict[str, float]]:
+        return engine_bundles(
+            self.tensor_parallel_size, self.gpus_per_rank, self.drafter_gpu_fraction, float(self.threads_per_worker)
+        )

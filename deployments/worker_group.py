@@ -1,0 +1,143 @@
+"""The actors of one engine: placed, loaded, wired, watched, stopped; and the router's end of their channel."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+import time
+from typing import Any
+
+import ray
+import zmq
+from ray.util.placement_group import PlacementGroup
+
+from eyas.cluster.placement import DRAFTER_BUNDLE_INDEX, drafter_resources, in_bundle, rank_resources
+from eyas.workers.actors import DraftWorker, TargetWorker, WireAddresses
+from eyas.workers.channel import Outbox, router_inbox
+from eyas.workers.loading import EngineSpec
+from eyas.workers.messages import Shutdown, StepPlan, StepResult
+
+_POLL_S = 0.2
+
+
+class WorkersLostError(RuntimeError):
+    """A worker ended or stayed silent; the whole group must be replaced."""
+
+
+class WorkerGroup:
+    """Target ranks and drafter of one engine.
+
+    Keeps the actor handles: Ray kills an actor when its last handle goes.
+    """
+
+    def __init__(
+        self,
+        spec: EngineSpec,
+        placement_group: PlacementGroup,
+        max_rows: int,
+        gpus_per_rank: float,
+        drafter_gpu_fraction: float,
+        step_timeout_s: float = 60.0,
+        start_timeout_s: float = 600.0,
+    ) -> None:
+        """Start and wire all workers; returns when they wait for plans.
+
+        Args:
+            max_rows: most rows a step can commit; sizes the exchange ring.
+
+        Raises:
+            WorkersLostError: if they are not ready in `start_timeout_s`.
+        """
+        self._step_timeout_s = step_timeout_s
+        cpus = float(spec.num_threads)
+        environment = {"env_vars": {"OMP_NUM_THREADS": str(spec.num_threads)}}
+        self._ranks: list[Any] = [
+            TargetWorker.options(
+                **rank_resources(rank, gpus_per_rank, drafter_gpu_fraction, cpus),
+                scheduling_strategy=in_bundle(placement_group, rank),
+                runtime_env=environment,
+            ).remote(spec, rank)
+            for rank in range(spec.tensor_parallel_size)
+        ]
+        self._drafter: Any = None
+        if spec.head_folder is not None:
+            self._drafter = DraftWorker.options(
+                **drafter_resources(gpus_per_rank, drafter_gpu_fraction, cpus),
+                scheduling_strategy=in_bundle(placement_group, DRAFTER_BUNDLE_INDEX),
+                runtime_env=environment,
+            ).remote(spec)
+        self._context = zmq.Context[Any](1)
+        self._inbox = router_inbox(self._context, f"ipc://{tempfile.mkdtemp(prefix='eyas-')}/router")
+        try:
+            self._wire(max_rows, start_timeout_s)
+        except ray.exceptions.GetTimeoutError:
+            raise WorkersLostError(
+                f"the workers were not ready within {start_timeout_s} s; `ray status` tells whether their resources exist"
+            ) from None
+
+    def _wire(self, max_rows: int, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+
+        def get(references: Any) -> Any:
+            return ray.get(references, timeout=max(deadline - time.monotonic(), 1.0))
+
+        rendezvous = get(self._ranks[0].rendezvous_address.remote())
+        exchange = get([rank.load.remote(rendezvous, max_rows) for rank in self._ranks])[0]
+        if self._drafter is not None:
+            get(self._drafter.load.remote(exchange))
+            get(self._ranks[0].unlink_exchange.remote())
+        workers = [*self._ranks, *([self._drafter] if self._drafter is not None else [])]
+        addresses = get([worker.address.remote() for worker in workers])
+        targets = addresses[: len(self._ranks)]
+        wire = WireAddresses(self._inbox.address, targets, addresses[-1] if self._drafter is not None else None)
+        self._outboxes = [Outbox(self._context, address) for address in addresses]
+        self._runs = [worker.run.remote(wire) for worker in workers]
+
+    def send(self, plan: StepPlan) -> None:
+        """Hand a plan to every worker."""
+        for outbox in self._outboxes:
+            outbox.send(plan)
+
+    def receive(self) -> StepResult:
+        """The next step's result.
+
+        Raises:
+            WorkersLostError: as soon as a worker has ended, or when no result comes in `step_timeout_s`.
+        """
+        deadline = time.monotonic() + self._step_timeout_s
+        while True:
+            result: StepResult | None = self._inbox.receive(_POLL_S)
+            if result is not None:
+                return result
+            self.check()
+            if time.monotonic() > deadline:
+                raise WorkersLostError(f"no step finished within {self._step_timeout_s} s")
+
+    def step(self, plan: StepPlan) -> StepResult:
+        """`send`, then `receive`."""
+        self.send(plan)
+        return self.receive()
+
+    def check(self) -> None:
+        """Raise `WorkersLostError` if any worker's loop has ended."""
+        ended, _ = ray.wait(self._runs, num_returns=1, timeout=0)
+        if ended:
+            try:
+                ray.get(ended[0])
+            except ray.exceptions.RayError as error:
+                raise WorkersLostError(f"a worker failed: {error}") from error
+            raise WorkersLostError("a worker left its loop")
+
+    def stop(self) -> None:
+        """End all workers; safe to call twice."""
+        for outbox in self._outboxes:
+            outbox.send(Shutdown())
+            outbox.close()
+        self._outboxes = []
+        with contextlib.suppress(ray.exceptions.RayError):
+            ray.wait(self._runs, num_returns=len(self._runs), timeout=2.0)
+        for worker in [*self._ranks, self._drafter]:
+            if worker is not None:
+                ray.kill(worker)
+        self._inbox.close()
+        self._context.term()

@@ -1,0 +1,133 @@
+"""Settings that every test runs under, and random models small enough to run many steps."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import settings
+from safetensors.torch import save_file
+from torch import Tensor
+
+torch.set_num_threads(1)
+settings.register_profile("eyas", deadline=None, max_examples=150)
+settings.load_profile("eyas")
+
+
+class TinyModels:
+    """Writes random targets and heads as the folders they are published in.
+
+    Every tensor is random, also the norms and biases that a fresh model leaves at one and zero: whoever forgets one
+    gets other numbers. Layers are wide apart and logits peaked, so that no token is chosen by a rounding error.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._num_folders = 0
+
+    def target(self, architecture: str = "LlamaForCausalLM", seed: int = 0, **options: Any) -> Path:
+        """A target made and saved by `transformers`; `options` go to its config."""
+        import transformers
+
+        model_class = getattr(transformers, architecture)
+        sizes = {
+            "vocab_size": 61,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 256,
+            "tie_word_embeddings": False,
+            "sliding_window": None,
+        }
+        model = model_class(model_class.config_class(**sizes | options))
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.copy_(_random_tensor(name, parameter.shape, generator))
+        folder = self._next_folder()
+        model.save_pretrained(folder)
+        return folder
+
+    def head(self, target: Path, seed: int = 0, draft_vocab_size: int | None = None, **options: Any) -> Path:
+        """An EAGLE-3 head for `target` in its authors' layout; `options` go to its config."""
+        of_target = json.loads((target / "config.json").read_text())
+        config = {
+            "architectures": ["LlamaForCausalLMEagle3"],
+            "model_type": "llama",
+            "hidden_size": of_target["hidden_size"],
+            "intermediate_size": 40,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "num_hidden_layers": 1,
+            "vocab_size": of_target["vocab_size"],
+            "draft_vocab_size": draft_vocab_size or of_target["vocab_size"],
+            "max_position_embeddings": 16,  # far below the target's: a head must not size its RoPE by it
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 10000.0,
+            "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]},
+        } | options
+        return self.write(config, self.head_tensors(config, seed))
+
+    @staticmethod
+    def head_tensors(config: dict[str, Any], seed: int) -> dict[str, Tensor]:
+        """Random tensors of a published head over three captured states; draft tokens are spread over the vocabulary."""
+        hidden, inner = config["hidden_size"], config["intermediate_size"]
+        vocab_size, draft_vocab_size = config["vocab_size"], config["draft_vocab_size"]
+        num_heads = config["num_attention_heads"]
+        head_dim = config.get("head_dim") or hidden // num_heads
+        query_rows, kv_rows = num_heads * head_dim, config["num_key_value_heads"] * head_dim
+        generator = torch.Generator().manual_seed(seed)
+        shapes = {
+            "fc.weight": (hidden, 3 * hidden),
+            "midlayer.self_attn.q_proj.weight": (query_rows, 2 * hidden),
+            "midlayer.self_attn.k_proj.weight": (kv_rows, 2 * hidden),
+            "midlayer.self_attn.v_proj.weight": (kv_rows, 2 * hidden),
+            "midlayer.self_attn.o_proj.weight": (hidden, query_rows),
+            "midlayer.mlp.gate_proj.weight": (inner, hidden),
+            "midlayer.mlp.up_proj.weight": (inner, hidden),
+            "midlayer.mlp.down_proj.weight": (hidden, inner),
+            "midlayer.input_layernorm.weight": (hidden,),
+            "midlayer.hidden_norm.weight": (hidden,),
+            "midlayer.post_attention_layernorm.weight": (hidden,),
+            "norm.weight": (hidden,),
+            "lm_head.weight": (draft_vocab_size, hidden),
+        }
+        tensors = {name: _random_tensor(name, shape, generator) for name, shape in shapes.items()}
+        target_ids = torch.randperm(vocab_size, generator=generator)[:draft_vocab_size].sort().values
+        tensors["d2t"] = target_ids - torch.arange(draft_vocab_size)
+        tensors["t2d"] = torch.zeros(vocab_size, dtype=torch.bool).index_fill(0, target_ids, True)
+        return tensors
+
+    def write(self, config: dict[str, Any], tensors: dict[str, Tensor]) -> Path:
+        """A checkpoint folder that holds exactly this."""
+        folder = self._next_folder()
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(config))
+        save_file(tensors, folder / "model.safetensors")
+        return folder
+
+    def _next_folder(self) -> Path:
+        self._num_folders += 1
+        return self._root / f"model-{self._num_folders}"
+
+
+def _random_tensor(name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    noise = torch.randn(shape, generator=generator)
+    if name.endswith("bias"):
+        return 0.5 * noise
+    if "norm" in name:
+        return 1.0 + 0.3 * noise
+    if "embed" in name:
+        return noise
+    gain = 3.0 if name == "lm_head.weight" else 1.0
+    return gain * noise / shape[-1] ** 0.5
+
+
+@pytest.fixture(scope="session")
+def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> TinyModels:
+    return TinyModels(tmp_path_factory.mktemp("models"))

@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from eyas.models.config import DecoderConfig
+from eyas.models.eagle3 import Eagle3Head
+from eyas.training.dataset import Corpus
+from eyas.training.initialisation import new_head
+from eyas.training.ttt import training_time_test
+
+NUM_STEPS = 4
+TOLERANCE = 1e-9  # in double precision, so that only the order of sums may differ
+
+
+class GrowingCache:
+    """Attention as a server would do it for one chain: every call's rows are appended and see all rows so far."""
+
+    def __init__(self) -> None:
+        self.keys: list[Tensor] = []
+        self.values: list[Tensor] = []
+
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        outputs = []
+        for row in range(query.shape[0]):
+            self.keys.append(key[row])
+            self.values.append(value[row])
+            keys, values = torch.stack(self.keys), torch.stack(self.values)  # [L, Hkv, D]
+            group = query.shape[1] // keys.shape[1]
+            heads = []
+            for head in range(query.shape[1]):
+                scores = keys[:, head // group] @ query[row, head] / keys.shape[2] ** 0.5
+                heads.append(scores.softmax(0) @ values[:, head // group])
+            outputs.append(torch.stack(heads))
+        return torch.stack(outputs)
+
+
+def draft_by_hand(head: Eagle3Head, features: Tensor, token_ids: Tensor, base: int, num_steps: int) -> list[Tensor]:
+    """States of a chain of true tokens drafted at row `base`, one row at a time."""
+    cache = GrowingCache()
+    for row in range(base + 1):
+        state = head.extend(features[row, None], token_ids[row + 1, None], torch.tensor([row]), cache)
+    states = [state[0]]
+    for step in range(1, num_steps):
+        state = head.step(state, token_ids[base + 1 + step, None], torch.tensor([base + step]), cache)
+        states.append(state[0])
+    return states
+
+
+@pytest.fixture
+def head(target: DecoderConfig, target_folder: Path) -> Eagle3Head:
+    return new_head(target_folder, target, (2, 3, 5), torch.arange(0, 64, 2), torch.float32, seed=0).double()
+
+
+@torch.no_grad()
+def test_every_step_equals_drafting_one_row_at_a_time(corpus: Corpus, head: Eagle3Head) -> None:
+    """Catches a wrong shift, position, mask or own key at any step, and conversations that see each other."""
+    batch = corpus.batch(corpus.conversations)
+    features = batch.features.double()[:, : 3 * 32]
+    steps = training_time_test(head, features, batch, NUM_STEPS)
+    seen = [0] * NUM_STEPS
+    offset = 0
+    for length, prompt_length in zip(batch.lengths, batch.prompt_lengths, strict=True):
+        rows = slice(offset, offset + length)
+        for base in range(prompt_length - 2, length - 1):
+            depth = min(NUM_STEPS, length - 1 - base)
+            expected = draft_by_hand(head, features[rows], batch.token_ids[rows], base, depth)
+            for step, state in enumerate(expected):
+                torch.testing.assert_close(steps[step][seen[step]], state, atol=TOLERANCE, rtol=TOLERANCE)
+                seen[step] += 1
+        offset += length
+    assert seen == [states.shape[0] for states in steps]
+
+
+def test_gradients_reach_every_weight(corpus: Corpus, head: Eagle3Head) -> None:
+    """Catches a detached state between steps and weights left out of training; the embedding must stay frozen."""
+    batch = corpus.batch(corpus.conversations)
+    last = training_time_test(head, batch.features.double()[:, : 3 * 32], batch, NUM_STEPS)[-1]
+    head.logits(last).square().sum().backward()
+    without = [name for name, weight in head.named_parameters() if weight.grad is None or not weight.grad.any()]
+    assert without == ["embedding"]

@@ -1,0 +1,233 @@
+"""The target writes its own corpus: it invents user turns, answers them, and its hidden states are kept.
+
+User turns are sampled from the bare chat template up to the point where a user would speak; answers are greedy in a
+stated share and sampled otherwise. One shard is one round of conversations; a shard file appears complete or not at
+all, so an interrupted run goes on with the next one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from eyas.training.recording import FeatureRecorder
+
+_MARK = "@@USER@@"
+_SEED_STRIDE = 1_000_003
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationJob:
+    """One text the target shall continue; the stop token is part of the result."""
+
+    prompt_ids: list[int]
+    temperature: float
+    top_p: float
+    seed: int
+    max_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class GeneratedText:
+    """`request_id` finds the text's features in the recorder."""
+
+    request_id: int
+    token_ids: list[int]
+
+
+Generate = Callable[[list[GenerationJob]], list[GeneratedText]]
+
+
+class ChatTokenizer(Protocol):
+    """The part of a Hugging Face tokenizer the corpus needs."""
+
+    def apply_chat_template(
+        self, conversation: list[dict[str, str]], *, tokenize: bool, add_generation_prompt: bool
+    ) -> str: ...  # noqa: E501
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class CorpusConfig:
+    """How much to write, and how.
+
+    Args:
+        num_tokens: answer tokens to write in all.
+        greedy_share: part of the answers written at temperature 0; the others at `answer_temperature`.
+    """
+
+    num_tokens: int = 1_000_000
+    conversations_per_shard: int = 256
+    max_user_tokens: int = 96
+    max_answer_tokens: int = 192
+    user_temperature: float = 1.0
+    user_top_p: float = 0.95
+    greedy_share: float = 0.6
+    answer_temperature: float = 0.7
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.greedy_share <= 1.0:
+            raise ValueError(f"greedy_share: must be between 0 and 1, got {self.greedy_share}")
+        if min(self.num_tokens, self.conversations_per_shard, self.max_user_tokens, self.max_answer_tokens) < 1:
+            raise ValueError("num_tokens, conversations_per_shard, max_user_tokens and max_answer_tokens must be >= 1")
+
+
+@dataclass(frozen=True, slots=True)
+class UserTurnTemplate:
+    """Token ids around a user turn: `before + turn + after`, then the answer."""
+
+    before: list[int]
+    after: list[int]
+
+    @staticmethod
+    def of(tokenizer: ChatTokenizer) -> UserTurnTemplate:
+        text = tokenizer.apply_chat_template(
+            [{"role": "user", "content": _MARK}], tokenize=False, add_generation_prompt=True
+        )
+        before, found, after = text.partition(_MARK)
+        if not found:
+            raise ValueError("the target's chat template does not show the user's message")
+        return UserTurnTemplate(
+            before=tokenizer.encode(before, add_special_tokens=False),
+            after=tokenizer.encode(after, add_special_tokens=False),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Conversations of one round, end to end.
+
+    Args:
+        token_ids: int64 `[T]`.
+        features: bfloat16 `[T, A * H]`.
+        lengths, prompt_lengths: per conversation; answers fill a conversation from its prompt length on.
+    """
+
+    token_ids: Tensor
+    features: Tensor
+    lengths: list[int]
+    prompt_lengths: list[int]
+
+
+def shard_files(folder: Path) -> list[Path]:
+    """Complete shards of a corpus, in order."""
+    return sorted(folder.glob("shard-*.safetensors"))
+
+
+def read_shard(file: Path) -> Shard:
+    """Read a shard written by `write_corpus`."""
+    tensors = load_file(file)
+    return Shard(
+        token_ids=tensors["token_ids"],
+        features=tensors["features"],
+        lengths=tensors["lengths"].tolist(),
+        prompt_lengths=tensors["prompt_lengths"].tolist(),
+    )
+
+
+def count_answer_tokens(files: list[Path]) -> int:
+    """Answer tokens in the given shards, from their lengths alone."""
+    from safetensors import safe_open
+
+    total = 0
+    for file in files:
+        with safe_open(file, framework="pt") as opened:
+            total += int((opened.get_tensor("lengths") - opened.get_tensor("prompt_lengths")).sum())
+    return total
+
+
+@dataclass(frozen=True, slots=True)
+class Writer:
+    """One of several processes that share a corpus: it writes every `count`-th shard, beginning with `index`."""
+
+    index: int = 0
+    count: int = 1
+
+
+def write_corpus(
+    folder: Path,
+    config: CorpusConfig,
+    template: UserTurnTemplate,
+    generate: Generate,
+    recorder: FeatureRecorder,
+    stop_token_id: int,
+    writer: Writer = Writer(),  # noqa: B008 - frozen
+) -> None:
+    """Write this writer's shards until the corpus holds `config.num_tokens` answer tokens; resumes where it stopped."""
+    folder.mkdir(parents=True, exist_ok=True)
+    round_index = writer.index
+    while count_answer_tokens(shard_files(folder)) < config.num_tokens:
+        file = folder / f"shard-{round_index:05d}.safetensors"
+        if not file.exists():
+            _save_atomically(_write_round(round_index, config, template, generate, recorder, stop_token_id), file)
+        round_index += writer.count
+
+
+def _write_round(
+    round_index: int,
+    config: CorpusConfig,
+    template: UserTurnTemplate,
+    generate: Generate,
+    recorder: FeatureRecorder,
+    stop_token_id: int,
+) -> Shard:
+    count = config.conversations_per_shard
+    first_seed = config.seed * _SEED_STRIDE + round_index * count
+    turns = generate(
+        [
+            GenerationJob(
+                template.before, config.user_temperature, config.user_top_p, first_seed + index, config.max_user_tokens
+            )
+            for index in range(count)
+        ]
+    )
+    recorder.clear()
+    prompts = {tuple(_without_stop(turn.token_ids, stop_token_id)) for turn in turns} - {()}
+    num_greedy = round(config.greedy_share * len(prompts))
+    jobs = [
+        GenerationJob(
+            prompt_ids=[*template.before, *prompt, *template.after],
+            temperature=0.0 if index < num_greedy else config.answer_temperature,
+            top_p=1.0,
+            seed=first_seed + index,
+            max_tokens=config.max_answer_tokens,
+        )
+        for index, prompt in enumerate(sorted(prompts))
+    ]
+    answers = generate(jobs)
+    tokens, features, lengths, prompt_lengths = [], [], [], []
+    for job, answer in zip(jobs, answers, strict=True):
+        text = [*job.prompt_ids, *answer.token_ids]
+        recorded = recorder.take(answer.request_id)
+        length = min(len(text), recorded.shape[0])  # the last token of a capped answer was never committed
+        tokens.append(torch.tensor(text[:length]))
+        features.append(recorded[:length])
+        lengths.append(length)
+        prompt_lengths.append(len(job.prompt_ids))
+    return Shard(torch.cat(tokens), torch.cat(features), lengths, prompt_lengths)
+
+
+def _without_stop(token_ids: list[int], stop_token_id: int) -> list[int]:
+    return token_ids[:-1] if token_ids and token_ids[-1] == stop_token_id else token_ids
+
+
+def _save_atomically(shard: Shard, file: Path) -> None:
+    partial = file.with_suffix(".partial")
+    save_file(
+        {
+            "token_ids": shard.token_ids,
+            "features": shard.features.contiguous(),
+            "lengths": torch.tensor(shard.lengths),
+            "prompt_lengths": torch.tensor(shard.prompt_lengths),
+        },
+        partial,
+    )
+    partial.replace(file)

@@ -1,0 +1,167 @@
+"""The corpus as training batches: whole conversations of like length, packed end to end without padding.
+
+Row i of a conversation pairs (target features at i, token i + 1). A *base* is a row that training drafts from. From base
+t, step k of the training-time test has consumed the tokens up to t + 1 + k and is compared with the target's distribution
+at row t + 1 + k, which is that of token t + 2 + k.
+
+Letters: T rows, A fused layers, H target hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from eyas.training.corpus import Shard
+
+_BATCHES_PER_POOL = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """Where one conversation lies in the corpus; `prompt_length` of its `length` rows precede the answer."""
+
+    shard: int
+    start: int
+    length: int
+    prompt_length: int
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Conversations end to end.
+
+    Args:
+        token_ids: int64 `[T]`.
+        features: `[T, (A + 1) * H]`; the last H columns are the target's state before its final norm.
+        lengths, prompt_lengths: per conversation.
+    """
+
+    token_ids: Tensor
+    features: Tensor
+    lengths: list[int]
+    prompt_lengths: list[int]
+
+    @cached_property
+    def first_bases(self) -> list[int]:
+        """Per conversation, the first base, whose step 0 predicts the first answer token."""
+        return [max(0, prompt_length - 2) for prompt_length in self.prompt_lengths]
+
+    def num_bases(self, step: int) -> list[int]:
+        """Per conversation, how many bases still have a row to be compared with at `step`."""
+        return [max(0, length - 1 - step - first) for length, first in zip(self.lengths, self.first_bases, strict=True)]
+
+    def rows(self, step: int) -> Tensor:
+        """Flat row of every base at `step`, int64; row + 1 + step holds its token and its target's distribution."""
+        pieces, offset = [], 0
+        for length, first, count in zip(self.lengths, self.first_bases, self.num_bases(step), strict=True):
+            pieces.append(torch.arange(offset + first, offset + first + count))
+            offset += length
+        return torch.cat(pieces)
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """Position of every row within its conversation, int64 `[T]`."""
+        return torch.cat([torch.arange(length) for length in self.lengths])
+
+    @cached_property
+    def next_ids(self) -> Tensor:
+        """The token after every row, -1 where the conversation ends, int64 `[T]`."""
+        following = torch.cat([self.token_ids[1:], self.token_ids.new_full((1,), -1)])
+        following[torch.tensor(self.lengths).cumsum(0) - 1] = -1
+        return following
+
+
+class Corpus:
+    """Shards and an index of their conversations.
+
+    Args:
+        max_length: longer conversations are cut to this many rows; what then holds no answer row is left out.
+        stop_token_id: cut from the end of an answer, because nothing follows it.
+    """
+
+    def __init__(self, shards: list[Shard], max_length: int, stop_token_id: int | None = None) -> None:
+        self.shards = shards
+        self.conversations: list[Conversation] = []
+        for index, shard in enumerate(shards):
+            start = 0
+            for length, prompt_length in zip(shard.lengths, shard.prompt_lengths, strict=True):
+                ends_in_stop = length > prompt_length and int(shard.token_ids[start + length - 1]) == stop_token_id
+                kept = min(length - ends_in_stop, max_length)
+                if kept > max(prompt_length, 1):
+                    self.conversations.append(Conversation(index, start, kept, prompt_length))
+                start += length
+        if not self.conversations:
+            raise ValueError("the corpus holds no conversation with an answer")
+
+    def split(self, validation_share: float) -> tuple[list[Conversation], list[Conversation]]:
+        """Training and validation conversations; the latter are the last ones, at least one of each kind."""
+        total = len(self.conversations)
+        if total < 2:
+            raise ValueError("the corpus must hold at least two conversations, one of them for validation")
+        num_validation = min(max(1, round(validation_share * total)), total - 1)
+        return self.conversations[:-num_validation], self.conversations[-num_validation:]
+
+    def answer(self, conversation: Conversation) -> Tensor:
+        """Answer tokens, int64."""
+        return self._rows(self.shards[conversation.shard].token_ids, conversation)[conversation.prompt_length :]
+
+    def batch(self, conversations: list[Conversation]) -> Batch:
+        """Read the rows of `conversations`."""
+        return Batch(
+            token_ids=torch.cat([self._rows(self.shards[item.shard].token_ids, item) for item in conversations]),
+            features=torch.cat([self._rows(self.shards[item.shard].features, item) for item in conversations]),
+            lengths=[item.length for item in conversations],
+            prompt_lengths=[item.prompt_length for item in conversations],
+        )
+
+    @staticmethod
+    def _rows(tensor: Tensor, conversation: Conversation) -> Tensor:
+        return tensor[conversation.start : conversation.start + conversation.length]
+
+
+def make_batches(conversations: list[Conversation], tokens_per_batch: int) -> list[list[Conversation]]:
+    """Cut conversations, in the given order, into groups of at most `tokens_per_batch` rows (one may be longer)."""
+    batches: list[list[Conversation]] = []
+    room = 0
+    for conversation in conversations:
+        if conversation.length > room:
+            batches.append([])
+            room = tokens_per_batch
+        batches[-1].append(conversation)
+        room -= conversation.length
+    return batches
+
+
+def epoch_batches(
+    conversations: list[Conversation], tokens_per_batch: int, seed: int, epoch: int
+) -> list[list[Conversation]]:
+    """One epoch in an order that depends on `(seed, epoch)` alone.
+
+    Shuffled conversations are sorted by length within pools of some batches, so that a batch is of like length but its
+    company changes from epoch to epoch; then the batches are shuffled.
+    """
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
+    shuffled = [conversations[index] for index in torch.randperm(len(conversations), generator=generator).tolist()]
+    batches = [
+        batch
+        for pool in make_batches(shuffled, tokens_per_batch * _BATCHES_PER_POOL)
+        for batch in make_batches(sorted(pool, key=lambda item: item.length), tokens_per_batch)
+    ]
+    return [batches[index] for index in torch.randperm(len(batches), generator=generator).tolist()]
+
+
+def training_order(
+    conversations: list[Conversation], tokens_per_batch: int, seed: int, first_step: int = 0
+) -> Iterator[list[Conversation]]:
+    """Endless epochs of batches, from step `first_step` on."""
+    epoch, skipped = 0, 0
+    while True:
+        batches = epoch_batches(conversations, tokens_per_batch, seed, epoch)
+        yield from batches[max(0, first_step - skipped) :]
+        skipped += len(batches)
+        epoch += 1

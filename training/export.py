@@ -1,0 +1,59 @@
+"""Writing a trained head in the published EAGLE-3 layout, and the curve of its training."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from eyas.models.eagle3 import Eagle3Head
+from eyas.training.training_log import read_log
+
+_SMOOTHING = 0.95
+
+
+def export_head(head: Eagle3Head, folder: Path) -> None:
+    """Write `model.safetensors` (bfloat16) and `config.json`; `load_eagle3` and other engines read the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {
+        name: tensor.detach().to(torch.bfloat16 if tensor.is_floating_point() else tensor.dtype).contiguous()
+        for name, tensor in head.checkpoint_tensors().items()
+    }
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(head.config.raw, indent=2) + "\n")
+
+
+def draw_curve(log_file: Path, image_file: Path) -> None:
+    """Draw loss and accuracies of a training log, smoothed, as a PNG.
+
+    Raises:
+        RuntimeError: if matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise RuntimeError("the training curve needs matplotlib: pip install 'eyas[train]'") from None
+    records = read_log(log_file)
+    steps = [record.step for record in records]
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    loss_axes, accuracy_axes = figure.subplots(1, 2)
+    loss_axes.plot(steps, _smooth([record.loss for record in records]))
+    loss_axes.set(xlabel="step", ylabel="loss", title="training loss")
+    for index in range(len(records[0].accuracy) if records else 0):
+        accuracy_axes.plot(steps, _smooth([record.accuracy[index] for record in records]), label=f"level {index + 1}")
+    accuracy_axes.set(xlabel="step", ylabel="agreement with the target", title="accuracy by drafted level", ylim=(0, 1))
+    if records:
+        accuracy_axes.legend()
+    image_file.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(image_file, dpi=120)
+
+
+def _smooth(values: list[float]) -> list[float]:
+    smoothed, mean, weight = [], 0.0, 0.0
+    for value in values:
+        mean = _SMOOTHING * mean + (1 - _SMOOTHING) * value
+        weight = _SMOOTHING * weight + (1 - _SMOOTHING)
+        smoothed.append(mean / weight)
+    return smoothed

@@ -1,0 +1,93 @@
+"""Training-time test (EAGLE-3): the head is trained on what it will see when it drafts, its own states.
+
+Step 0 is a causal pass over whole conversations with fused target features. Step k continues every base by one more
+token: its input is the head's own state from step k - 1 and the true token, its RoPE position is k further on, and its
+query sees the keys of step 0 up to the base and one key from each of its own steps 1 … k. Bases never see each other's
+later steps, so from step 1 on only the bases are computed.
+
+Letters: B conversations, S longest conversation, Q most bases of a conversation, T rows, R bases, Hq / Hkv heads,
+G = Hq / Hkv, D head dim, A fused layers, H hidden.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from eyas.models.eagle3 import Eagle3Head
+from eyas.training.dataset import Batch
+
+
+def training_time_test(head: Eagle3Head, features: Tensor, batch: Batch, num_steps: int) -> list[Tensor]:
+    """The head's states, before its final norm, at every base of every step: `num_steps` tensors `[R_k, H]`.
+
+    Args:
+        features: the columns of the batch's features that the head fuses, `[T, A * H]`, in the head's dtype.
+    """
+    attention = ChainAttention(batch)
+    inputs = batch.next_ids.clamp(
+        min=0
+    )  # the last row of a conversation has no pair; it is no base and no base sees it
+    states = head.extend(features, inputs, batch.positions, attention)
+    states = states.index_select(0, batch.rows(0))
+    collected = [states]
+    for step in range(1, num_steps):
+        rows = batch.rows(step)
+        kept = [piece[:count] for piece, count in zip(
+            states.split(batch.num_bases(step - 1)), batch.num_bases(step), strict=True)]  # fmt: skip
+        attention.begin_step(step)
+        token_ids = batch.token_ids.index_select(0, rows + step + 1)
+        positions = batch.positions.index_select(0, rows) + step
+        states = head.step(torch.cat(kept), token_ids, positions, attention)
+        collected.append(states)
+    return collected
+
+
+class ChainAttention:
+    """The `Attention` of a training-time test; call `begin_step` before each step after the first."""
+
+    def __init__(self, batch: Batch) -> None:
+        self._batch = batch
+        self._step = 0
+        self._counts = batch.lengths
+        self._keys: list[Tensor] = []  # step 0 [B, S, Hkv, D], then [B, Q, Hkv, D] of each step
+        self._values: list[Tensor] = []
+        longest = max(batch.lengths)
+        self._mask = torch.ones(longest, longest, dtype=torch.bool).triu(1)  # True where hidden
+
+    def begin_step(self, step: int) -> None:
+        """The next call brings the bases of `step`."""
+        self._step = step
+        self._counts = self._batch.num_bases(step)
+        columns = torch.arange(max(self._batch.lengths))
+        bases = torch.tensor(self._batch.first_bases)[:, None] + torch.arange(max(self._counts))  # [B, Q]
+        self._mask = (columns > bases[:, :, None])[:, None, None]  # [B, 1, 1, Q, S]
+
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """`query [R, Hq, D]`, `key` and `value [R, Hkv, D]` to `[R, Hq, D]`."""
+        query, key, value = (pad_sequence(x.split(self._counts), batch_first=True) for x in (query, key, value))
+        self._keys.append(key)
+        self._values.append(value)
+        batch, rows, num_kv_heads, head_dim = key.shape
+        grouped = query.view(batch, rows, num_kv_heads, -1, head_dim).permute(0, 2, 3, 1, 4) * head_dim**-0.5
+        attended = self._attend(grouped)  # [B, Hkv, G, Q, D]
+        attended = attended.permute(0, 3, 1, 2, 4).reshape(batch, rows, -1, head_dim)
+        return torch.cat([row[:count] for row, count in zip(attended, self._counts, strict=True)])
+
+    def _attend(self, query: Tensor) -> Tensor:
+        batch, num_kv_heads, group, rows, head_dim = query.shape
+        causal_keys, causal_values = (x[0].permute(0, 2, 1, 3) for x in (self._keys, self._values))
+        scores = query.flatten(2, 3) @ causal_keys.transpose(2, 3)
+        scores = scores.view(batch, num_kv_heads, group, rows, -1).masked_fill(self._mask, -torch.inf)
+        chain_keys, chain_values = (
+            [x[:, :rows].permute(0, 2, 1, 3)[:, :, None] for x in stored[1:]] for stored in (self._keys, self._values)
+        )  # [B, Hkv, 1, Q, D] each
+        own = [(query * key).sum(dim=-1, keepdim=True) for key in chain_keys]
+        weights = torch.cat([scores, *own], dim=-1).softmax(dim=-1)
+        num_causal = scores.shape[-1]
+        attended = weights[..., :num_causal].flatten(2, 3) @ causal_values
+        attended = attended.view(batch, num_kv_heads, group, rows, head_dim)
+        for index, value in enumerate(chain_values):
+            attended = attended + weights[..., num_causal + index, None] * value
+        return attended

@@ -1,0 +1,111 @@
+"""The Ray actors around the runners: load, bind, run. All decisions are in the plain classes."""
+
+from __future__ import annotations
+
+import tempfile
+from typing import Any
+
+import msgspec
+import ray
+import torch
+import zmq
+
+from eyas.workers.channel import Outbox, worker_inbox
+from eyas.workers.exchange import ExchangeHandle, HiddenStateExchange
+from eyas.workers.loading import EngineSpec, load_drafter, load_target
+from eyas.workers.loops import DraftLoop, TargetLoop
+from eyas.workers.rank_group import Rendezvous, join_group
+
+_EXCHANGE_SLOTS = 4
+
+
+class WireAddresses(msgspec.Struct, frozen=True):
+    """Inbox addresses of one engine's processes; `drafter` is None without speculation."""
+
+    router: str
+    targets: list[str]
+    drafter: str | None
+
+
+class _Worker:
+    """What both kinds of worker share: a ZeroMQ context and an inbox."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        torch.set_num_threads(spec.num_threads)
+        self.spec = spec
+        self.context = zmq.Context[Any](1)
+        self.inbox = worker_inbox(self.context, f"ipc://{tempfile.mkdtemp(prefix='eyas-')}/inbox")
+
+    def address(self) -> str:
+        """Where this worker receives messages."""
+        return self.inbox.address
+
+
+@ray.remote(max_restarts=0)
+class TargetWorker(_Worker):
+    """One tensor-parallel rank of the target."""
+
+    def __init__(self, spec: EngineSpec, rank: int) -> None:
+        super().__init__(spec)
+        self._rank = rank
+        self._rendezvous = Rendezvous(spec.tensor_parallel_size) if rank == 0 else None
+
+    def rendezvous_address(self) -> str:
+        """Rank 0 only: where the other ranks join."""
+        if self._rendezvous is None:
+            raise RuntimeError("only rank 0 keeps the rendezvous")
+        return self._rendezvous.address
+
+    def load(self, rendezvous_address: str, max_rows: int) -> ExchangeHandle | None:
+        """Join the group and load the weights; rank 0 also allocates the exchange ring, if there is a head to feed.
+
+        Args:
+            max_rows: most rows one step can commit.
+        """
+        spec, device = self.spec, torch.device(self.spec.device)
+        size = spec.tensor_parallel_size
+        if self._rendezvous is not None:
+            parallel = self._rendezvous.join(size, device)
+        else:
+            parallel = join_group(rendezvous_address, self._rank, size, device)
+        self._runner = load_target(spec, parallel)
+        self._exchange: HiddenStateExchange | None = None
+        if self._rank == 0 and spec.head_folder is not None:
+            row_size = len(self._runner.capture) * self._runner.model.config.hidden_size
+            self._exchange = HiddenStateExchange.create(_EXCHANGE_SLOTS, max_rows, row_size, spec.torch_dtype)
+        return self._exchange.handle if self._exchange is not None else None
+
+    def unlink_exchange(self) -> None:
+        """Called once the drafter has attached."""
+        if self._exchange is not None:
+            self._exchange.unlink()
+
+    def run(self, wire: WireAddresses) -> None:
+        """The step loop; returns on shutdown."""
+        is_first = self._rank == 0
+        TargetLoop(
+            self._runner,
+            self.inbox,
+            has_drafter=wire.drafter is not None,
+            to_router=Outbox(self.context, wire.router) if is_first else None,
+            to_drafter=Outbox(self.context, wire.drafter) if is_first and wire.drafter is not None else None,
+            exchange=self._exchange,
+        ).run()
+
+
+@ray.remote(max_restarts=0)
+class DraftWorker(_Worker):
+    """The drafter."""
+
+    def load(self, exchange: ExchangeHandle) -> None:
+        """Load the head and attach to rank 0's ring."""
+        runner = load_drafter(self.spec)
+        if runner is None:
+            raise RuntimeError("an engine without a head needs no drafter")
+        self._runner = runner
+        self._exchange = HiddenStateExchange.attach(exchange)
+
+    def run(self, wire: WireAddresses) -> None:
+        """The step loop; returns on shutdown."""
+        to_targets = [Outbox(self.context, address) for address in wire.targets]
+        DraftLoop(self._runner, self.inbox, to_targets, self._exchange).run()

@@ -1,0 +1,94 @@
+"""Choosing the target's token at every tree node, and ranking the drafter's candidates, with the same noise.
+
+At temperature T the token is `argmax(processed_logits / T + gumbel(seed, position, token))`: an exact draw from
+softmax(processed_logits / T) that depends on nothing but the text so far and the request's key. Noise is keyed by the
+position the *new* token will take, so siblings share it and it is computed once per position.
+
+Letters: T rows, V vocabulary, W width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from eyas.kernels.noise import gumbel_noise, stream_key
+from eyas.workers.sampling import SamplingParams
+
+_NUCLEUS_GUESS = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class RowSampling:
+    """Which request's parameters each row of a logits matrix uses, and the position its token will take."""
+
+    params: list[SamplingParams]
+    positions: list[int]
+
+
+def perturbed_logits(logits: Tensor, rows: RowSampling, token_ids: Tensor) -> Tensor:
+    """Float32 `logits / temperature + noise`, top-p applied; greedy rows are returned unperturbed.
+
+    Args:
+        logits: `[T, V]`; column j scores `token_ids[j]`.
+    """
+    logits = logits.float()
+    sampled = [row for row, params in enumerate(rows.params) if params.temperature > 0]
+    if not sampled:
+        return logits
+    keys = [stream_key(rows.params[row].seed, rows.positions[row]) for row in sampled]
+    distinct = list(dict.fromkeys(keys))
+    noise = gumbel_noise(distinct, token_ids)[[distinct.index(key) for key in keys]]
+    index = torch.tensor(sampled, device=logits.device)
+    temperatures = torch.tensor([rows.params[row].temperature for row in sampled], device=logits.device)
+    scaled = logits[index] / temperatures[:, None]
+    top_ps = [rows.params[row].top_p for row in sampled]
+    if any(top_p < 1.0 for top_p in top_ps):
+        scaled = nucleus(scaled, torch.tensor(top_ps, device=logits.device))
+    return logits.index_copy(0, index, scaled + noise)
+
+
+def nucleus(logits: Tensor, top_p: Tensor) -> Tensor:
+    """Set to -inf every logit below each row's nucleus: the likeliest tokens whose probability reaches `top_p [T]`.
+
+    Tokens tied with the nucleus' last one stay, so the result does not depend on how ties are ordered.
+    """
+    log_total = logits.logsumexp(dim=-1, keepdim=True)
+    # The nucleus is nearly always a small part of the vocabulary; sorting all of it would dominate a step.
+    for num_sorted in (min(_NUCLEUS_GUESS, logits.shape[1]), logits.shape[1]):
+        ordered = logits.topk(num_sorted, dim=-1).values
+        mass = (ordered - log_total).exp().cumsum(dim=-1)
+        if bool((mass[:, -1] >= top_p).all()):
+            break
+    last = (mass < top_p[:, None]).sum(dim=-1, keepdim=True).clamp(max=num_sorted - 1)
+    return logits.masked_fill(logits < ordered.gather(1, last), -torch.inf)
+
+
+def choose_tokens(logits: Tensor, rows: RowSampling) -> Tensor:
+    """The target's token after each row, int64 `[T]`, from full-vocabulary logits `[T, V]`."""
+    if all(params.temperature == 0 for params in rows.params):
+        return logits.argmax(dim=-1)
+    token_ids = torch.arange(logits.shape[1], device=logits.device)
+    return perturbed_logits(logits, rows, token_ids).argmax(dim=-1)
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """Best continuations of each row, best first.
+
+    Args:
+        tokens: target ids, int64 `[T, W]`.
+        log_probs: score of each: log-softmax of the *perturbed* logits, float32 `[T, W]`.
+    """
+
+    tokens: Tensor
+    log_probs: Tensor
+
+
+def rank_candidates(logits: Tensor, rows: RowSampling, candidate_ids: Tensor, width: int) -> Candidates:
+    """Rank the head's candidates `[T, Vd]` under the noise the target will use (Gumbel top-k)."""
+    scores = perturbed_logits(logits, rows, candidate_ids)
+    best, columns = scores.topk(width, dim=-1)
+    return Candidates(tokens=candidate_ids[columns], log_probs=best - scores.logsumexp(dim=-1, keepdim=True))

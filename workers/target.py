@@ -1,0 +1,319 @@
+"""The target side of a step: one forward pass over prompt chunks and draft trees, then verify, accept, compact.
+
+A plain class: it knows nothing of Ray or sockets. Every tensor-parallel rank runs one; rank 0 alone chooses tokens and
+broadcasts them, so that ranks cannot diverge.
+
+Letters: T rows of the step, B decoding requests, N nodes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from eyas.kernels.build import TreeLinks, ancestor_mask, full_mask, node_depths, tree_links
+from eyas.kernels.compact import compact
+from eyas.kernels.tree import DraftTrees
+from eyas.kernels.verify import AcceptedPaths, verify_walk
+from eyas.models.llama import LlamaDecoder
+from eyas.workers.kv_pool import KVPool, PageTable, PoolLayout
+from eyas.workers.messages import AcceptedRun, StepPlan
+from eyas.workers.sampler import RowSampling, choose_tokens
+from eyas.workers.sampling import SamplingParams
+from eyas.workers.segments import PagedAttention, Segment, causal_segment
+
+
+@dataclass(slots=True)
+class TargetRequest:
+    """One request's state on a target rank.
+
+    Args:
+        num_committed: positions 0 … num_committed - 1 have final KV.
+        root: the newest token, whose KV the next verify writes; None until the prompt is through.
+    """
+
+    prompt_ids: list[int]
+    sampling: SamplingParams
+    pages: PageTable
+    num_committed: int = 0
+    root: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class VerifiedStep:
+    """What a step produced on this rank.
+
+    Args:
+        runs: accepted tokens per request, prompt chunks included.
+        features: target features of the committed rows, run by run, `[sum of num_committed, A * H]`; None without
+            capture or rows.
+        errors: requests whose logits are not finite.
+    """
+
+    runs: list[AcceptedRun]
+    features: Tensor | None
+    errors: dict[int, str]
+
+
+@dataclass(slots=True)
+class _StepRows:
+    """Flat rows of a step under construction: decoding requests first, then prompt chunks."""
+
+    token_ids: list[int] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+    slots: list[Tensor] = field(default_factory=list)
+    segments: list[Segment] = field(default_factory=list)
+
+    def add(self, token_ids: list[int], positions: list[int], slots: Tensor) -> int:
+        """Append rows and return the first one's index."""
+        first = len(self.token_ids)
+        self.token_ids += token_ids
+        self.positions += positions
+        self.slots.append(slots)
+        return first
+
+
+class TargetRunner:
+    """Executes step plans on one rank."""
+
+    def __init__(self, model: LlamaDecoder, layout: PoolLayout, capture: tuple[int, ...]) -> None:
+        """Args:
+        capture: residual-stream indices to publish for the draft head; empty without speculation.
+        """
+        config = model.config
+        self.model = model
+        self.device = model.embedding.device
+        self.dtype = model.embedding.dtype
+        self.capture = capture
+        self.layout = layout
+        kv_heads = config.num_kv_heads // model.parallel.size
+        self.pool = KVPool(layout, config.num_layers, kv_heads, config.head_dim, self.dtype, self.device)
+        self._group = config.num_heads // config.num_kv_heads
+        self._requests: dict[int, TargetRequest] = {}
+
+    @property
+    def num_granted_pages(self) -> int:
+        """Pages held by live requests, for leak checks."""
+        return sum(request.pages.num_pages for request in self._requests.values())
+
+    @torch.inference_mode()
+    def step(self, plan: StepPlan, trees: dict[int, tuple[list[int], list[int]]]) -> VerifiedStep:
+        """Verify the trees and run the prompt chunks of `plan`.
+
+        Args:
+            trees: request id to (tokens, parents) of the requests that draft; the others verify their root alone.
+        """
+        self._update_requests(plan)
+        if not plan.decode and not plan.prefill:
+            return VerifiedStep(runs=[], features=None, errors={})
+        rows = _StepRows()
+        batch = self._add_trees(plan, trees, rows) if plan.decode else None
+        chunk_rows = [self._add_chunk(chunk.request_id, chunk.length, rows) for chunk in plan.prefill]
+        output = self.model(
+            torch.tensor(rows.token_ids, device=self.device),
+            torch.tensor(rows.positions, device=self.device),
+            PagedAttention(self.pool, torch.cat(rows.slots), rows.segments),
+            self.capture,
+        )
+        runs: list[AcceptedRun] = []
+        kept_rows: list[Tensor] = []
+        errors: dict[int, str] = {}
+        scored = self._scored_rows(plan, batch, chunk_rows)
+        chosen = self._choose(output.hidden, scored, errors)
+        if batch is not None:
+            accepted = verify_walk(
+                batch.trees, batch.links, chosen[: batch.num_rows][batch.row_index], plan.draft_depth
+            )
+            for index, item in enumerate(plan.decode):
+                runs.append(self._commit_path(item.request_id, batch, accepted, index))
+                path = accepted.path[index, : int(accepted.num_accepted[index]) + 1]
+                kept_rows.append(batch.row_index[index, path])
+            self._compact_paths(runs, batch, accepted)
+        next_scored = 0 if batch is None else batch.num_rows
+        for chunk, first in zip(plan.prefill, chunk_rows, strict=True):
+            ends_prompt = self._ends_prompt(chunk.request_id, chunk.length)
+            runs.append(
+                self._commit_chunk(chunk.request_id, chunk.length, chosen, next_scored if ends_prompt else None)
+            )
+            next_scored += ends_prompt
+            kept_rows.append(torch.arange(first, first + chunk.length, device=self.device))
+        features = output.features[torch.cat(kept_rows)] if output.features is not None else None
+        return VerifiedStep(runs=runs, features=features, errors=errors)
+
+    def _update_requests(self, plan: StepPlan) -> None:
+        for request_id in plan.finished:
+            self._requests.pop(request_id, None)
+        for new in plan.new:
+            self._requests[new.request_id] = TargetRequest(
+                new.prompt_ids, new.sampling, PageTable(self.layout, self.device)
+            )
+        for request_id, pages in plan.new_pages.items():
+            self._requests[request_id].pages.append(pages)
+
+    def _add_trees(self, plan: StepPlan, trees: dict[int, tuple[list[int], list[int]]], rows: _StepRows) -> _TreeBatch:
+        """Lay out the trees of all decoding requests as the first rows of the step and as one padded segment."""
+        requests = [self._requests[item.request_id] for item in plan.decode]
+        drafted = [
+            trees.get(item.request_id) or ([_root_of(request)], [-1])
+            for item, request in zip(plan.decode, requests, strict=True)
+        ]
+        batch = _TreeBatch.build(drafted, [request.num_committed for request in requests], self.device)
+        max_keys = max(
+            request.num_committed + len(tokens) for request, (tokens, _) in zip(requests, drafted, strict=True)
+        )
+        key_slots = []
+        for index, (request, (tokens, _)) in enumerate(zip(requests, drafted, strict=True)):
+            committed, count = request.num_committed, len(tokens)
+            positions = [committed + depth for depth in batch.depths[index][:count]]
+            slots = request.pages.range(0, committed + count)
+            rows.add(tokens, positions, slots[committed:])
+            key_slots.append(torch.nn.functional.pad(slots, (0, max_keys - slots.numel()), value=int(slots[0])))
+        mask = full_mask(ancestor_mask(batch.trees), batch.committed, batch.trees.num_nodes)
+        is_real = None if batch.is_uniform else batch.is_real
+        rows.segments.append(
+            Segment.build(batch.row_index, is_real, torch.stack(key_slots), mask, self._group, self.dtype)
+        )
+        return batch
+
+    def _add_chunk(self, request_id: int, length: int, rows: _StepRows) -> int:
+        """Lay out the next prompt rows of a request; returns the first row."""
+        request = self._requests[request_id]
+        start, stop = request.num_committed, request.num_committed + length
+        slots = request.pages.range(0, stop)
+        first = rows.add(request.prompt_ids[start:stop], list(range(start, stop)), slots[start:])
+        row_index = torch.arange(first, first + length, device=self.device)
+        rows.segments.append(causal_segment(row_index, slots, start, self._group, self.dtype))
+        return first
+
+    def _ends_prompt(self, request_id: int, length: int) -> bool:
+        request = self._requests[request_id]
+        return request.num_committed + length == len(request.prompt_ids)
+
+    def _scored_rows(self, plan: StepPlan, batch: _TreeBatch | None, chunk_rows: list[int]) -> _ScoredRows:
+        """Rows whose next token matters: every tree node, and the last row of each chunk that ends its prompt."""
+        index: list[int] = []
+        owners: list[int] = []
+        positions: list[int] = []
+        if batch is not None:
+            index += range(batch.num_rows)
+            for row, item in enumerate(plan.decode):
+                count = int(batch.trees.num_nodes[row])
+                owners += [item.request_id] * count
+                committed = self._requests[item.request_id].num_committed
+                positions += [committed + depth + 1 for depth in batch.depths[row][:count]]
+        for chunk, first in zip(plan.prefill, chunk_rows, strict=True):
+            if self._ends_prompt(chunk.request_id, chunk.length):
+                index.append(first + chunk.length - 1)
+                owners.append(chunk.request_id)
+                positions.append(self._requests[chunk.request_id].num_committed + chunk.length)
+        return _ScoredRows(index, owners, positions)
+
+    def _choose(self, hidden: Tensor, scored: _ScoredRows, errors: dict[int, str]) -> Tensor:
+        """The target's token after each scored row; decided by rank 0, equal on all ranks."""
+        if not scored.index:
+            return torch.empty(0, dtype=torch.int64, device=self.device)
+        if len(scored.index) != hidden.shape[0]:
+            hidden = hidden[torch.tensor(scored.index, device=self.device)]
+        logits = self.model.logits(hidden)
+        parallel = self.model.parallel
+        chosen = torch.empty(len(scored.index), dtype=torch.int64, device=self.device)
+        if parallel.rank == 0:
+            is_finite = torch.isfinite(logits.sum(dim=-1, dtype=torch.float32))
+            if not bool(is_finite.all()):
+                for row in (~is_finite).nonzero().flatten().tolist():
+                    errors[scored.owners[row]] = "the model produced logits that are not finite (NaN or infinity)"
+                logits = logits.nan_to_num(0.0)
+            params = [self._requests[owner].sampling for owner in scored.owners]
+            chosen = choose_tokens(logits, RowSampling(params, scored.positions))
+        if parallel.size > 1:
+            dist.broadcast(chosen, src=0, group=parallel.group)
+        return chosen
+
+    def _commit_path(self, request_id: int, batch: _TreeBatch, accepted: AcceptedPaths, row: int) -> AcceptedRun:
+        request = self._requests[request_id]
+        tokens = accepted.emitted_tokens(batch.trees, row)
+        run = AcceptedRun(request_id, request.num_committed, len(tokens), tokens)
+        request.num_committed += len(tokens)
+        request.root = tokens[-1]
+        return run
+
+    def _compact_paths(self, runs: list[AcceptedRun], batch: _TreeBatch, accepted: AcceptedPaths) -> None:
+        """Move every accepted path's KV to the front of its request's tree block, all layers at once."""
+        sources, destinations = [], []
+        for row, run in enumerate(runs):
+            pages = self._requests[run.request_id].pages
+            path = accepted.path[row, : run.num_committed]
+            block = pages.range(run.start, run.start + int(batch.trees.num_nodes[row]))
+            sources.append(block[path])
+            destinations.append(block[: run.num_committed])
+        compact(self.pool.caches, torch.cat(sources), torch.cat(destinations))
+
+    def _commit_chunk(self, request_id: int, length: int, chosen: Tensor, scored: int | None) -> AcceptedRun:
+        """Commit prompt rows; `scored` is the index in `chosen` of the prompt's last row, None before the end."""
+        request = self._requests[request_id]
+        tokens = [] if scored is None else [int(chosen[scored])]
+        run = AcceptedRun(request_id, request.num_committed, length, tokens)
+        request.num_committed += length
+        if tokens:
+            request.root = tokens[0]
+        return run
+
+
+@dataclass(frozen=True, slots=True)
+class _ScoredRows:
+    """Rows to project to the vocabulary: flat index, owning request, position the chosen token will take."""
+
+    index: list[int]
+    owners: list[int]
+    positions: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class _TreeBatch:
+    """The step's trees with everything verify needs.
+
+    Args:
+        row_index: flat row of each node, padding repeating the root's, int64 `[B, N]`.
+        depths: per request, per node.
+    """
+
+    trees: DraftTrees
+    links: TreeLinks
+    committed: Tensor
+    row_index: Tensor
+    is_real: Tensor
+    depths: list[list[int]]
+    num_rows: int
+
+    @property
+    def is_uniform(self) -> bool:
+        return self.num_rows == self.row_index.numel()
+
+    @staticmethod
+    def build(drafted: list[tuple[list[int], list[int]]], committed: list[int], device: torch.device) -> _TreeBatch:
+        from eyas.kernels.tree import pad_trees
+
+        trees = pad_trees(drafted)
+        trees.validate()
+        trees = DraftTrees(trees.tokens.to(device), trees.parents.to(device), trees.num_nodes.to(device))
+        first_rows = torch.cumsum(trees.num_nodes, dim=0) - trees.num_nodes
+        nodes = torch.arange(trees.max_nodes, device=device)
+        is_real = nodes < trees.num_nodes[:, None]
+        return _TreeBatch(
+            trees=trees,
+            links=tree_links(trees),
+            committed=torch.tensor(committed, device=device),
+            row_index=first_rows[:, None] + torch.where(is_real, nodes, 0),
+            is_real=is_real,
+            depths=node_depths(trees).tolist(),
+            num_rows=int(trees.num_nodes.sum()),
+        )
+
+
+def _root_of(request: TargetRequest) -> int:
+    if request.root is None:
+        raise RuntimeError("a request cannot decode before its prompt is through")
+    return request.root
