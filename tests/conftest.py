@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import settings
 from safetensors.torch import save_file
 from torch import Tensor
+
+from eyas.models.parallel import TensorParallel
 
 torch.set_num_threads(1)
 settings.register_profile("eyas", deadline=None, max_examples=150)
@@ -28,8 +34,14 @@ class TinyModels:
         self._root = root
         self._num_folders = 0
 
-    def target(self, architecture: str = "LlamaForCausalLM", seed: int = 0, **options: Any) -> Path:
-        """A target made and saved by `transformers`; `options` go to its config."""
+    def target(
+        self, architecture: str = "LlamaForCausalLM", seed: int = 0, layer_gain: float = 1.0, **options: Any
+    ) -> Path:
+        """A target made and saved by `transformers`; `options` go to its config.
+
+        Args:
+            layer_gain: scales what each layer adds; a low one makes the next token depend mostly on the newest one.
+        """
         import transformers
 
         model_class = getattr(transformers, architecture)
@@ -49,6 +61,8 @@ class TinyModels:
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 parameter.copy_(_random_tensor(name, parameter.shape, generator))
+                if "o_proj" in name or "down_proj" in name:
+                    parameter.mul_(layer_gain)
         folder = self._next_folder()
         model.save_pretrained(folder)
         return folder
@@ -75,7 +89,7 @@ class TinyModels:
 
     @staticmethod
     def head_tensors(config: dict[str, Any], seed: int) -> dict[str, Tensor]:
-        """Random tensors of a published head over three captured states; draft tokens are spread over the vocabulary."""
+        """Random tensors of a published head over three captured states; draft tokens are spread over all ids."""
         hidden, inner = config["hidden_size"], config["intermediate_size"]
         vocab_size, draft_vocab_size = config["vocab_size"], config["draft_vocab_size"]
         num_heads = config["num_attention_heads"]
@@ -131,3 +145,23 @@ def _random_tensor(name: str, shape: tuple[int, ...], generator: torch.Generator
 @pytest.fixture(scope="session")
 def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> TinyModels:
     return TinyModels(tmp_path_factory.mktemp("models"))
+
+
+def run_in_ranks(size: int, work: Callable[[TensorParallel], Any]) -> list[Any]:
+    """What `work` returns in each rank of a Gloo group whose ranks are threads of this process."""
+    store = dist.HashStore()
+
+    def run(rank: int) -> Any:
+        torch.set_num_threads(1)
+        group = dist.ProcessGroup(dist.PrefixStore("group", store), rank, size)
+        backend = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timedelta(seconds=30))
+        group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
+        return work(TensorParallel(rank, size, group))
+
+    with ThreadPoolExecutor(size) as threads:
+        return list(threads.map(run, range(size)))
+
+
+@pytest.fixture(scope="session")
+def run_ranks() -> Callable[[int, Callable[[TensorParallel], Any]], list[Any]]:
+    return run_in_ranks

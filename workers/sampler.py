@@ -68,10 +68,8 @@ def nucleus(logits: Tensor, top_p: Tensor) -> Tensor:
 
 def choose_tokens(logits: Tensor, rows: RowSampling) -> Tensor:
     """The target's token after each row, int64 `[T]`, from full-vocabulary logits `[T, V]`."""
-    if all(params.temperature == 0 for params in rows.params):
-        return logits.argmax(dim=-1)
     token_ids = torch.arange(logits.shape[1], device=logits.device)
-    return perturbed_logits(logits, rows, token_ids).argmax(dim=-1)
+    return perturbed_logits(logits, rows, token_ids).max(dim=-1).indices
 
 
 @dataclass(frozen=True, slots=True)

@@ -221,13 +221,16 @@ class TargetRunner:
         parallel = self.model.parallel
         chosen = torch.empty(len(scored.index), dtype=torch.int64, device=self.device)
         if parallel.rank == 0:
-            is_finite = torch.isfinite(logits.sum(dim=-1, dtype=torch.float32))
+            best = logits.max(dim=-1)  # NaN wins every comparison, so one reduction also finds it
+            chosen = best.indices
+            is_finite = torch.isfinite(best.values)
             if not bool(is_finite.all()):
                 for row in (~is_finite).nonzero().flatten().tolist():
                     errors[scored.owners[row]] = "the model produced logits that are not finite (NaN or infinity)"
                 logits = logits.nan_to_num(0.0)
             params = [self._requests[owner].sampling for owner in scored.owners]
-            chosen = choose_tokens(logits, RowSampling(params, scored.positions))
+            if any(each.temperature > 0 for each in params):
+                chosen = choose_tokens(logits, RowSampling(params, scored.positions))
         if parallel.size > 1:
             dist.broadcast(chosen, src=0, group=parallel.group)
         return chosen

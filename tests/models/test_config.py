@@ -33,7 +33,7 @@ def test_fields_left_out_get_their_meaning() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"architectures": ["MixtralForCausalLM"]}, r"architectures: MixtralForCausalLM .* LlamaForCausalLM"),
+        ({"architectures": ["MixtralForCausalLM"]}, r"architectures: MixtralForCausalLM .*LlamaForCausalLM"),
         ({"architectures": None}, r"architectures: \? is not supported"),
         ({"architectures": []}, r"architectures: \? is not supported"),
         ({"hidden_act": "gelu"}, "hidden_act: gelu"),

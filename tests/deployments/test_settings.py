@@ -1,0 +1,49 @@
+"""Engine settings: what cannot work is refused by name."""
+
+from __future__ import annotations
+
+import pytest
+
+from eyas.deployments.settings import EngineSettings
+
+
+def test_no_speculation_is_one_node() -> None:
+    """A drafter started for nothing, or pages reserved for trees that never come."""
+    assert EngineSettings(speculate=False).tree_shape().node_budget == 1
+    assert EngineSettings(speculate=False).tree_shape().num_block_slots == 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"node_budgets": 8}, "node_budgets"),
+        ({"node_budget": 0}, "node_budget"),
+        ({"dtype": "float16"}, "dtype"),
+        ({"tensor_parallel_size": 0}, "tensor_parallel_size"),
+        ({"num_pages": "many"}, "num_pages"),
+    ],
+)
+def test_bad_fields_are_named(fields: dict[str, object], message: str) -> None:
+    """A misspelt or impossible option that is silently ignored."""
+    with pytest.raises(ValueError, match=message):
+        EngineSettings.model_validate(fields)
+
+
+def test_a_budget_beyond_the_candidates_is_refused_with_the_remedy() -> None:
+    """A shape that can never be grown would be cut silently."""
+    with pytest.raises(ValueError, match=r"node_budget: 16 nodes need 15 candidates.*only 5; lower it to 6"):
+        EngineSettings(node_budget=16, width=1, draft_depth=5).tree_shape()
+
+
+def test_unknown_model_and_head_are_named() -> None:
+    """A late failure inside a worker instead of one line at start."""
+    with pytest.raises(ValueError, match="model: nowhere"):
+        EngineSettings(model="nowhere", speculate=False).engine_spec()
+
+
+def test_bundles_hold_the_engine() -> None:
+    """A bundle without room for its actors leaves them pending for ever."""
+    bundles = EngineSettings(tensor_parallel_size=3, threads_per_worker=2).placement_bundles()
+    assert len(bundles) == 3
+    assert bundles[0]["CPU"] == 5.0
+    assert bundles[1]["CPU"] == 2.0
