@@ -68,7 +68,7 @@ def main() -> None:
         for shape, runs in reports.items()
     }
     first = reports[shapes[0]][0]
-    _print(shapes, rows, first)
+    _print(shapes, rows, first, args.batch)
     if args.out is not None:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         summary = {"settings": first["settings"], "machine": first["machine"], "repeats": args.repeats, "shapes": rows}
@@ -76,10 +76,10 @@ def main() -> None:
         _plot(rows, args.out.with_suffix(".png"))
 
 
-def _print(shapes: list[str], rows: dict[str, dict[str, float]], first: dict[str, Any]) -> None:
+def _print(shapes: list[str], rows: dict[str, dict[str, float]], first: dict[str, Any], batch: int) -> None:
     settings, machine = first["settings"], first["machine"]
     table = Table(
-        title=f"{settings['model']} {settings['dtype']} T={settings['temperature']} batch {settings['max_batch_size']}, "
+        title=f"{settings['model']} {settings['dtype']} T={settings['temperature']}, batch {batch}, "
         f"{machine['cpu']}, {settings['threads_per_worker']} threads"
     )
     table.add_column("nodes x depth x width")

@@ -99,16 +99,21 @@ class OfflineEngine:
             on_finish: called once per finished request, for progress bars.
         """
         outputs = [OfflineOutput(self._next_id + index) for index in range(len(requests))]
-        for request, output in zip(requests, outputs, strict=True):
-            sink = _Collector(request, output, on_finish)
-            self._scheduler.submit(
-                ScheduledRequest(output.request_id, request.prompt_ids, request.sampling, request.max_tokens, sink)
-            )
         self._next_id += len(requests)
-        start = time.perf_counter()
-        while self._scheduler.has_work:
-            self._step()
-        self.times.elapsed_s += time.perf_counter() - start
+        try:
+            for request, output in zip(requests, outputs, strict=True):
+                sink = _Collector(request, output, on_finish)
+                self._scheduler.submit(
+                    ScheduledRequest(output.request_id, request.prompt_ids, request.sampling, request.max_tokens, sink)
+                )
+            start = time.perf_counter()
+            while self._scheduler.has_work:
+                self._step()
+            self.times.elapsed_s += time.perf_counter() - start
+        except BaseException:
+            for output in outputs:
+                self._scheduler.cancel(output.request_id)
+            raise
         return outputs
 
     def _step(self) -> None:

@@ -127,7 +127,11 @@ class Scheduler:
         return self.shape.num_block_slots + 2 * (self.shape.draft_depth + 1)
 
     def check_size(self, request: ScheduledRequest) -> None:
-        """Raise `ValueError` if the request could never be admitted."""
+        """Raise `ValueError` if the request could never be admitted or has nothing to run."""
+        if not request.prompt_ids:
+            raise ValueError("prompt: must hold at least one token")
+        if request.max_tokens < 1:
+            raise ValueError(f"max_tokens: must be at least 1, got {request.max_tokens}")
         needed = self.num_pages_needed(len(request.prompt_ids), request.max_tokens)
         if needed > self.allocator.num_pages:
             raise ValueError(

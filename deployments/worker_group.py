@@ -16,6 +16,7 @@ from eyas.workers.actors import DraftWorker, TargetWorker, WireAddresses
 from eyas.workers.channel import Outbox, router_inbox
 from eyas.workers.loading import EngineSpec
 from eyas.workers.messages import Shutdown, StepPlan, StepResult
+from eyas.workers.threads import THREAD_ENVIRONMENT
 
 _POLL_S = 0.2
 
@@ -50,29 +51,35 @@ class WorkerGroup:
         """
         self._step_timeout_s = step_timeout_s
         cpus = float(spec.num_threads)
-        environment = {"env_vars": {"OMP_NUM_THREADS": str(spec.num_threads)}}
+        environment = {"env_vars": {**THREAD_ENVIRONMENT, "OMP_NUM_THREADS": str(spec.num_threads)}}
         self._ranks: list[Any] = [
-            TargetWorker.options(
+            ray.remote(max_restarts=0)(TargetWorker)
+            .options(
                 **rank_resources(rank, gpus_per_rank, drafter_gpu_fraction, cpus),
                 scheduling_strategy=in_bundle(placement_group, rank),
                 runtime_env=environment,
-            ).remote(spec, rank)
+            )
+            .remote(spec, rank)
             for rank in range(spec.tensor_parallel_size)
         ]
         self._drafter: Any = None
         if spec.head_folder is not None:
-            self._drafter = DraftWorker.options(
-                **drafter_resources(gpus_per_rank, drafter_gpu_fraction, cpus),
-                scheduling_strategy=in_bundle(placement_group, DRAFTER_BUNDLE_INDEX),
-                runtime_env=environment,
-            ).remote(spec)
+            self._drafter = (
+                ray.remote(max_restarts=0)(DraftWorker)
+                .options(
+                    **drafter_resources(gpus_per_rank, drafter_gpu_fraction, cpus),
+                    scheduling_strategy=in_bundle(placement_group, DRAFTER_BUNDLE_INDEX),
+                    runtime_env=environment,
+                )
+                .remote(spec)
+            )
         self._context = zmq.Context[Any](1)
         self._inbox = router_inbox(self._context, f"ipc://{tempfile.mkdtemp(prefix='eyas-')}/router")
         try:
             self._wire(max_rows, start_timeout_s)
         except ray.exceptions.GetTimeoutError:
             raise WorkersLostError(
-                f"the workers were not ready within {start_timeout_s} s; `ray status` tells whether their resources exist"
+                f"the workers were not ready within {start_timeout_s} s; `ray status` shows whether their CPUs exist"
             ) from None
 
     def _wire(self, max_rows: int, timeout_s: float) -> None:

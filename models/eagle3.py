@@ -244,7 +244,9 @@ def _vocabulary_map(checkpoint: Checkpoint, config: Eagle3Config, target: Decode
     size, folder = config.draft_vocab_size, checkpoint.folder
     if "d2t" not in checkpoint:
         if size != target.vocab_size:
-            raise ValueError(f"{folder}: tensor d2t is missing, but draft_vocab_size is {size}, not {target.vocab_size}")
+            raise ValueError(
+                f"{folder}: tensor d2t is missing, but draft_vocab_size is {size}, not {target.vocab_size}"
+            )
         return torch.zeros(size, dtype=torch.int64)
     offsets = checkpoint.read("d2t", (size,), torch.int64)
     ids = torch.arange(size) + offsets

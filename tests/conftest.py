@@ -1,4 +1,4 @@
-"""Settings that every test runs under, and random models small enough to run many steps."""
+"""Settings that every test runs under, random models small enough to run many steps, and ranks in threads."""
 
 from __future__ import annotations
 
@@ -147,6 +147,27 @@ def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> TinyModels:
     return TinyModels(tmp_path_factory.mktemp("models"))
 
 
+class TextAttention:
+    """Causal attention of one text that grows from call to call, without pages and written out head by head."""
+
+    def __init__(self) -> None:
+        self.keys: dict[int, Tensor] = {}
+        self.values: dict[int, Tensor] = {}
+
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        if layer in self.keys:
+            key, value = torch.cat([self.keys[layer], key]), torch.cat([self.values[layer], value])
+        self.keys[layer], self.values[layer] = key, value
+        num_rows, num_heads, head_dim = query.shape
+        is_visible = torch.ones(num_rows, key.shape[0], dtype=torch.bool).tril(key.shape[0] - num_rows)
+        group = num_heads // key.shape[1]
+        heads = []
+        for head in range(num_heads):
+            scores = query[:, head] @ key[:, head // group].T / head_dim**0.5
+            heads.append(scores.masked_fill(~is_visible, -torch.inf).softmax(-1) @ value[:, head // group])
+        return torch.stack(heads, dim=1)
+
+
 def run_in_ranks(size: int, work: Callable[[TensorParallel], Any]) -> list[Any]:
     """What `work` returns in each rank of a Gloo group whose ranks are threads of this process."""
     store = dist.HashStore()
@@ -165,3 +186,9 @@ def run_in_ranks(size: int, work: Callable[[TensorParallel], Any]) -> list[Any]:
 @pytest.fixture(scope="session")
 def run_ranks() -> Callable[[int, Callable[[TensorParallel], Any]], list[Any]]:
     return run_in_ranks
+
+
+@pytest.fixture(scope="session")
+def text_attention() -> Callable[[], TextAttention]:
+    """Makes the attention of a new text."""
+    return TextAttention

@@ -49,7 +49,7 @@ class ChatTokenizer(Protocol):
 
     def apply_chat_template(
         self, conversation: list[dict[str, str]], *, tokenize: bool, add_generation_prompt: bool
-    ) -> str: ...  # noqa: E501
+    ) -> str: ...
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
 
@@ -64,8 +64,8 @@ class CorpusConfig:
     """
 
     num_tokens: int = 1_000_000
-    conversations_per_shard: int = 256
-    max_user_tokens: int = 96
+    conversations_per_shard: int = 192
+    max_user_tokens: int = 64
     max_answer_tokens: int = 192
     user_temperature: float = 1.0
     user_top_p: float = 0.95
@@ -159,7 +159,7 @@ def write_corpus(
     generate: Generate,
     recorder: FeatureRecorder,
     stop_token_id: int,
-    writer: Writer = Writer(),  # noqa: B008 - frozen
+    writer: Writer = Writer(),
 ) -> None:
     """Write this writer's shards until the corpus holds `config.num_tokens` answer tokens; resumes where it stopped."""
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,8 +1,8 @@
 """The corpus as training batches: whole conversations of like length, packed end to end without padding.
 
-Row i of a conversation pairs (target features at i, token i + 1). A *base* is a row that training drafts from. From base
-t, step k of the training-time test has consumed the tokens up to t + 1 + k and is compared with the target's distribution
-at row t + 1 + k, which is that of token t + 2 + k.
+Row i of a conversation pairs (target features at i, token i + 1). A *base* is a row that training drafts from. From
+base t, step k of the training-time test has consumed the tokens up to t + 1 + k and is compared with the target's
+distribution at row t + 1 + k, which is that of token t + 2 + k.
 
 Letters: T rows, A fused layers, H target hidden.
 """

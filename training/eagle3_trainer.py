@@ -18,6 +18,7 @@ from eyas.training.corpus import read_shard, shard_files
 from eyas.training.dataset import Batch, Corpus, make_batches, training_order
 from eyas.training.initialisation import TargetOutput, new_head
 from eyas.training.objective import Objective, Validation, validate
+from eyas.training.optimizer import HeadOptimizer
 from eyas.training.training_log import StepRecord, TrainingLog
 from eyas.training.vocabulary import choose_vocabulary, count_tokens
 
@@ -36,7 +37,8 @@ class Eagle3TrainingConfig:
         max_minutes: wall time to plan for when `num_steps` is None, judged by the speed of the first steps.
         tokens_per_batch: rows of a batch.
         ttt_steps: steps of the training-time test; step i counts `step_decay ** i`.
-        warmup_steps: the rate rises linearly over these, then falls along a cosine.
+        learning_rate, matrix_rate, matrix_decay: see `HeadOptimizer`.
+        warmup_steps: the rates rise linearly over these, then fall along a cosine to `final_rate_share`.
         validation_share: the last conversations of the corpus, not trained on.
         dtype: what is computed in; weights and optimiser are always float32.
     """
@@ -49,9 +51,10 @@ class Eagle3TrainingConfig:
     ttt_steps: int = 3
     step_decay: float = 0.8
     learning_rate: float = 1.2e-3
+    matrix_rate: float = 1e-2
+    matrix_decay: float = 0.1
     final_rate_share: float = 0.02
     warmup_steps: int = 40
-    weight_decay: float = 0.0
     max_grad_norm: float = 1.0
     validation_share: float = 0.02
     checkpoint_minutes: float = 5.0
@@ -75,19 +78,19 @@ class Eagle3TrainingConfig:
             raise ValueError(f"validation_share: must be between 0 and 1, got {self.validation_share}")
         if not 0.0 <= self.final_rate_share <= 1.0:
             raise ValueError(f"final_rate_share: must be between 0 and 1, got {self.final_rate_share}")
-        if min(self.warmup_steps, self.weight_decay) < 0:
-            raise ValueError("warmup_steps, weight_decay: must not be negative")
+        if min(self.warmup_steps, self.matrix_rate, self.matrix_decay) < 0:
+            raise ValueError("warmup_steps, matrix_rate, matrix_decay: must not be negative")
         if self.dtype not in _DTYPES:
             raise ValueError(f"dtype: {self.dtype} is not supported; use one of {sorted(_DTYPES)}")
 
-    def rate_at(self, step: int, num_steps: int | None) -> float:
-        """Learning rate of a step; as long as `num_steps` is unknown the rate only warms up."""
+    def rate_share(self, step: int, num_steps: int | None) -> float:
+        """Share of the rates a step uses; as long as `num_steps` is unknown it only warms up."""
         warmup = self.warmup_steps if num_steps is None else min(self.warmup_steps, num_steps // 5)
         if step < warmup or num_steps is None:
-            return self.learning_rate * min(1.0, (step + 1) / max(1, warmup))
+            return min(1.0, (step + 1) / max(1, warmup))
         progress = min(1.0, (step - warmup) / max(1, num_steps - warmup))
         cosine = 0.5 * (1.0 + math.cos(math.pi * progress))
-        return self.learning_rate * (self.final_rate_share + (1.0 - self.final_rate_share) * cosine)
+        return self.final_rate_share + (1.0 - self.final_rate_share) * cosine
 
 
 class Observer(Protocol):
@@ -128,24 +131,28 @@ class Eagle3Trainer:
         state = self._read_state()
         target = DecoderConfig.from_folder(target_folder)
         dtype = _DTYPES[config.dtype]
-        files = shard_files(corpus_folder)
-        self._shard_names = [file.name for file in files] if state is None else state["shard_names"]
-        self.corpus = Corpus([read_shard(corpus_folder / name) for name in self._shard_names], config.max_length, stop_token_id)  # fmt: skip
+        self._shard_names = (
+            [file.name for file in shard_files(corpus_folder)] if state is None else state["shard_names"]
+        )
+        shards = [read_shard(corpus_folder / name) for name in self._shard_names]
+        self.corpus = Corpus(shards, config.max_length, stop_token_id)
+        self.aux_layers = aux_layers or target.default_aux_layers()
+        width, expected = shards[0].features.shape[1], (len(self.aux_layers) + 1) * target.hidden_size
+        if width != expected:
+            raise ValueError(
+                f"{corpus_folder}: features are {width} wide, {self.aux_layers} and the last need {expected}"
+            )
         self.training, validation = self.corpus.split(config.validation_share)
         answers = (self.corpus.answer(conversation) for conversation in self.training)
         self.vocabulary = choose_vocabulary(
             count_tokens(answers, target.vocab_size), config.draft_vocab_size, [stop_token_id]
         )
-        self.aux_layers = aux_layers or target.default_aux_layers()
         self.head = new_head(target_folder, target, self.aux_layers, self.vocabulary.token_ids, dtype, config.seed)
         self._output = TargetOutput.load(target_folder, target, dtype)
         self._objective = Objective(
             self.head, self._output.restricted(self.vocabulary.token_ids), config.ttt_steps, config.step_decay
         )
-        self._weights = [weight for weight in self.head.parameters() if weight.requires_grad]
-        self._optimizer = torch.optim.AdamW(
-            self._weights, config.learning_rate, betas=(0.9, 0.95), weight_decay=config.weight_decay, fused=True
-        )
+        self._optimizer = HeadOptimizer(self.head, config.learning_rate, config.matrix_rate, config.matrix_decay)
         by_length = sorted(validation, key=lambda item: item.length)
         self._validation = [self.corpus.batch(group) for group in make_batches(by_length, config.tokens_per_batch)]
         if state is not None:
@@ -159,6 +166,8 @@ class Eagle3Trainer:
     def run(self, observer: Observer, stop_after: int | None = None) -> Validation | None:
         """Train to the end and validate; with `stop_after`, leave after that step without saving, as if killed."""
         config = self.config
+        if self.step == 0:
+            self.save()  # from here on the choice of shards is fixed
         log = TrainingLog(self.work_folder / "log.jsonl", self.step)
         order = training_order(self.training, config.tokens_per_batch, config.seed, self.step)
         pace: list[float] = []
@@ -196,18 +205,16 @@ class Eagle3Trainer:
         return validate(head, self._output, self._validation, self.config.ttt_steps)
 
     def _train_on(self, batch: Batch, begin: float) -> StepRecord:
-        rate = self.config.rate_at(self.step, self.num_steps)
-        for group in self._optimizer.param_groups:
-            group["lr"] = rate
+        share = self.config.rate_share(self.step, self.num_steps)
+        self._optimizer.set_rate(share)
         loss, accuracy = self._objective.compute(batch)
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(self._weights, self.config.max_grad_norm)
-        self._optimizer.step()
-        self._optimizer.zero_grad()
+        self._optimizer.step(self.config.max_grad_norm)
         value = loss.item()
         if not math.isfinite(value):
             raise RuntimeError(f"step {self.step}: the loss is {value}; start again with a lower learning_rate")
-        return StepRecord(self.step, value, accuracy.tolist(), rate, batch.token_ids.shape[0], time.monotonic() - begin)
+        num_tokens, elapsed_s = batch.token_ids.shape[0], time.monotonic() - begin
+        return StepRecord(self.step, value, accuracy.tolist(), share, num_tokens, elapsed_s)
 
     def save(self) -> None:
         """Write everything a resumed run needs; the file appears complete or not at all."""
@@ -221,7 +228,7 @@ class Eagle3Trainer:
                 "elapsed_s": self.elapsed_s,
                 "shard_names": self._shard_names,
                 "weights": _without_embedding(self.head),
-                "optimizer": self._optimizer.state_dict(),
+                "optimizer": self._optimizer.state(),
             },
             partial,
         )
@@ -233,7 +240,9 @@ class Eagle3Trainer:
             return None
         state: dict[str, Any] = torch.load(file, weights_only=True)
         given = asdict(self.config)
-        changed = [name for name, value in state["config"].items() if name != "checkpoint_minutes" and given[name] != value]
+        changed = [
+            name for name, value in state["config"].items() if name != "checkpoint_minutes" and given[name] != value
+        ]
         if changed:
             raise ValueError(
                 f"{file} was written with {changed[0]} = {state['config'][changed[0]]}, now it is {given[changed[0]]}; "
@@ -243,7 +252,7 @@ class Eagle3Trainer:
 
     def _load_state(self, state: dict[str, Any]) -> None:
         self.head.load_state_dict(state["weights"], strict=False)
-        self._optimizer.load_state_dict(state["optimizer"])
+        self._optimizer.load_state(state["optimizer"])
         self.step, self.num_steps, self.elapsed_s = state["step"], state["num_steps"], state["elapsed_s"]
 
 

@@ -1,8 +1,8 @@
 """Soft cross-entropy against the target's distribution, fused with the output projection.
 
-For logits z = s W^T and target probabilities p, the loss of a row is -sum(p * log_softmax(z)) and its gradient towards z
-is softmax(z) - p. Both come out of one pass over blocks of rows small enough for the cache; the logits of a whole batch
-never exist.
+For logits z = s W^T and target probabilities p, the loss of a row is -sum(p * log_softmax(z)) and its gradient towards
+z is softmax(z) - p. Both come out of one pass over blocks of rows small enough for the cache; the logits of a whole
+batch never exist.
 
 Letters: R rows, H hidden, Vd draft vocabulary.
 """

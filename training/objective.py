@@ -50,7 +50,7 @@ class Objective(nn.Module):
         return loss, accuracy
 
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """`compute` in the dtype the weights have now. Rows that emitted a token outside the draft vocabulary are dropped."""
+        """`compute` in the dtype the weights have. Rows that emitted an id outside the draft vocabulary are dropped."""
         hidden = self.output.weight.shape[1]
         features = batch.features.to(self.output.weight.dtype)
         compared = batch.rows(0) + 1  # the target rows of step 0; those of step k leave out k per conversation

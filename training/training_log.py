@@ -12,13 +12,14 @@ class StepRecord:
     """Args:
     step: steps done before this one.
     accuracy: per training-time-test step, how often head and target favour the same token.
+    rate_share: of the highest learning rates.
     num_tokens: rows of the batch.
     """
 
     step: int
     loss: float
     accuracy: list[float]
-    learning_rate: float
+    rate_share: float
     num_tokens: int
     elapsed_s: float
 

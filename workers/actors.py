@@ -1,4 +1,4 @@
-"""The Ray actors around the runners: load, bind, run. All decisions are in the plain classes."""
+"""What becomes a Ray actor around each runner: load, bind, run. All decisions are in the plain classes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import tempfile
 from typing import Any
 
 import msgspec
-import ray
 import torch
 import zmq
 
@@ -41,7 +40,6 @@ class _Worker:
         return self.inbox.address
 
 
-@ray.remote(max_restarts=0)
 class TargetWorker(_Worker):
     """One tensor-parallel rank of the target."""
 
@@ -93,7 +91,6 @@ class TargetWorker(_Worker):
         ).run()
 
 
-@ray.remote(max_restarts=0)
 class DraftWorker(_Worker):
     """The drafter."""
 

@@ -7,6 +7,7 @@ import socket
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store, TCPStore
 
 from eyas.models.parallel import TensorParallel
 
@@ -17,7 +18,7 @@ class Rendezvous:
     """The store through which ranks find each other, on a free port of rank 0's node; rank 0 keeps it alive."""
 
     def __init__(self, num_ranks: int) -> None:
-        self._store = dist.TCPStore("0.0.0.0", 0, num_ranks, is_master=True, wait_for_workers=False, timeout=_TIMEOUT)
+        self._store = TCPStore("0.0.0.0", 0, num_ranks, is_master=True, wait_for_workers=False, timeout=_TIMEOUT)
 
     @property
     def address(self) -> str:
@@ -32,11 +33,11 @@ class Rendezvous:
 def join_group(address: str, rank: int, num_ranks: int, device: torch.device) -> TensorParallel:
     """Enter the group at rank 0's `address` as `rank`; returns when all ranks are in."""
     host, _, port = address.rpartition(":")
-    store = dist.TCPStore(host, int(port), num_ranks, is_master=False, timeout=_TIMEOUT)
+    store = TCPStore(host, int(port), num_ranks, is_master=False, timeout=_TIMEOUT)
     return _join(store, rank, num_ranks, device)
 
 
-def _join(store: dist.Store, rank: int, num_ranks: int, device: torch.device) -> TensorParallel:
+def _join(store: Store, rank: int, num_ranks: int, device: torch.device) -> TensorParallel:
     if num_ranks == 1:
         return TensorParallel()
     backend = "nccl" if device.type == "cuda" else "gloo"

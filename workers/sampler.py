@@ -39,14 +39,16 @@ def perturbed_logits(logits: Tensor, rows: RowSampling, token_ids: Tensor) -> Te
     if not sampled:
         return logits
     keys = [stream_key(rows.params[row].seed, rows.positions[row]) for row in sampled]
-    distinct = list(dict.fromkeys(keys))
-    noise = gumbel_noise(distinct, token_ids)[[distinct.index(key) for key in keys]]
+    key_to_row = {key: row for row, key in enumerate(dict.fromkeys(keys))}
+    noise = gumbel_noise(list(key_to_row), token_ids)[[key_to_row[key] for key in keys]]
     index = torch.tensor(sampled, device=logits.device)
     temperatures = torch.tensor([rows.params[row].temperature for row in sampled], device=logits.device)
     scaled = logits[index] / temperatures[:, None]
-    top_ps = [rows.params[row].top_p for row in sampled]
-    if any(top_p < 1.0 for top_p in top_ps):
-        scaled = nucleus(scaled, torch.tensor(top_ps, device=logits.device))
+    # Rows without a nucleus are left out: rounding could cut off tokens that they have when they are alone in a step.
+    narrowed = [(place, rows.params[row].top_p) for place, row in enumerate(sampled) if rows.params[row].top_p < 1.0]
+    if narrowed:
+        places, top_ps = (torch.tensor(column, device=logits.device) for column in zip(*narrowed, strict=True))
+        scaled[places] = nucleus(scaled[places], top_ps)
     return logits.index_copy(0, index, scaled + noise)
 
 

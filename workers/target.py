@@ -232,7 +232,7 @@ class TargetRunner:
             if any(each.temperature > 0 for each in params):
                 chosen = choose_tokens(logits, RowSampling(params, scored.positions))
         if parallel.size > 1:
-            dist.broadcast(chosen, src=0, group=parallel.group)
+            dist.broadcast(chosen, group=parallel.group, group_src=0)
         return chosen
 
     def _commit_path(self, request_id: int, batch: _TreeBatch, accepted: AcceptedPaths, row: int) -> AcceptedRun:

@@ -21,7 +21,7 @@ START_TIMEOUT_S = 600
 MODEL = "SmolLM2-135M-Instruct"
 QUESTIONS = [
     "Name three rivers.",
-    "Explain photosynthesis to a ten-year-old, and mention chlorophyll, light, water and carbon dioxide in your answer.",
+    "Explain photosynthesis to a ten-year-old, and mention chlorophyll, light, water and carbon dioxide.",
     "Why is the sea salty?",
     "Write a haiku about rain.",
     "What is 12 times 12?",
@@ -106,7 +106,9 @@ def test_openai_client_chat_stream_and_completion(server: Server) -> None:
     assert usage.completion_tokens == 32
     assert usage.model_extra is not None
     assert usage.model_extra["eyas"]["acceptance_length"] > 1.0
-    completion = server.client.completions.create(model=MODEL, prompt="The capital of France is", max_tokens=8, temperature=0)
+    completion = server.client.completions.create(
+        model=MODEL, prompt="The capital of France is", max_tokens=8, temperature=0
+    )
     assert completion.choices[0].text
     assert [model.id for model in server.client.models.list()] == [MODEL]
 

@@ -100,19 +100,21 @@ class Job:
 
 @dataclass
 class Running:
-    """What is known of a request from the outside: its text so far and how much of it is committed."""
+    """What is known of a request from the outside.
+
+    Args:
+        emitted: tokens handed to the request.
+        text: prompt and every token the workers have chosen, also past the request's end.
+        num_committed: positions the workers have committed; the root is `text[num_committed]` after the prompt.
+    """
 
     job: Job
+    text: list[int]
     pages: list[int] = field(default_factory=list)
     emitted: list[int] = field(default_factory=list)
     num_committed: int = 0
     error: str | None = None
     is_over: bool = False
-
-    @property
-    def text(self) -> list[int]:
-        """The root comes at `num_committed`; ahead of the results, workers may know more than this."""
-        return self.job.prompt_ids + self.emitted
 
     def push(self, token_ids: list[int]) -> bool:
         self.emitted += token_ids
@@ -151,7 +153,7 @@ class Generation:
 
     def submit(self, job: Job) -> Running:
         request_id = len(self.requests)
-        running = self.requests[request_id] = Running(job)
+        running = self.requests[request_id] = Running(job, list(job.prompt_ids))
         self._scheduler.submit(ScheduledRequest(request_id, job.prompt_ids, job.sampling, job.max_tokens, running))
         return running
 
@@ -181,7 +183,9 @@ class Generation:
     def _run(self, plan: StepPlan) -> StepResult:
         result = self.workers.step(plan)
         for run in result.runs:
-            self.requests[run.request_id].num_committed = run.start + run.num_committed
+            running = self.requests[run.request_id]
+            running.text += run.tokens
+            running.num_committed = run.start + run.num_committed
         self.decode_runs += result.runs[: len(plan.decode)]
         return result
 

@@ -1,0 +1,98 @@
+from __future__ import annotations
+
+from itertools import islice
+
+import pytest
+import torch
+
+from eyas.training.corpus import Shard
+from eyas.training.dataset import Conversation, Corpus, epoch_batches, make_batches, training_order
+
+STOP = 2
+
+
+def make_shard(texts: list[list[int]], prompt_lengths: list[int]) -> Shard:
+    token_ids = torch.tensor([token for text in texts for token in text])
+    features = torch.arange(token_ids.shape[0], dtype=torch.bfloat16)[:, None]
+    return Shard(token_ids, features, [len(text) for text in texts], prompt_lengths)
+
+
+def conversations_of(lengths: list[int]) -> list[Conversation]:
+    return [Conversation(0, sum(lengths[:index]), length, 2) for index, length in enumerate(lengths)]
+
+
+def test_a_batch_reads_the_rows_of_its_conversations() -> None:
+    """Catches offsets that slip between conversations or shards, and successors taken from the next conversation."""
+    corpus = Corpus([make_shard([[5, 6, 7], [8, 9]], [1, 1]), make_shard([[3, 4, 5, 6]], [2])], 16, STOP)
+    batch = corpus.batch([corpus.conversations[2], corpus.conversations[1]])
+    assert batch.token_ids.tolist() == [3, 4, 5, 6, 8, 9]
+    assert batch.features.flatten().tolist() == [0, 1, 2, 3, 3, 4]
+    assert batch.positions.tolist() == [0, 1, 2, 3, 0, 1]
+    assert batch.next_ids.tolist() == [4, 5, 6, -1, 9, -1]
+
+
+def test_bases_predict_answer_tokens_and_nothing_else() -> None:
+    """Catches a loss on prompt tokens, a first answer token never predicted, and later steps past the end of a text."""
+    corpus = Corpus([make_shard([[5, 6, 7, 8, 9, 10], [11, 12, 13]], [3, 2])], 16, STOP)
+    batch = corpus.batch(corpus.conversations)
+    assert batch.rows(0).tolist() == [1, 2, 3, 4, 6, 7]
+    assert batch.rows(1).tolist() == [1, 2, 3, 6]
+    assert batch.rows(2).tolist() == [1, 2]
+    assert batch.rows(4).tolist() == []
+
+
+@pytest.mark.parametrize(
+    ("text", "prompt_length", "kept"),
+    [
+        ([5, 6, 7, 8, STOP], 2, 4),
+        ([STOP, 5, STOP, 7, 8], 2, 5),
+        ([5, 6, STOP], 3, None),
+        ([5, 6, STOP], 2, None),
+        (list(range(5, 20)), 2, 8),
+        (list(range(5, 20)), 8, None),
+    ],
+)
+def test_what_is_kept_of_a_conversation(text: list[int], prompt_length: int, kept: int | None) -> None:
+    """Catches training on what follows the end of a text, texts past `max_length`, and conversations without answer."""
+    corpus = Corpus([make_shard([[9, 9, 9], text], [1, prompt_length])], 8, STOP)
+    assert [item.length for item in corpus.conversations[1:]] == ([] if kept is None else [kept])
+
+
+def test_validation_is_the_end_of_the_corpus() -> None:
+    """Catches a split that is random, that shares conversations, or that leaves one side empty."""
+    corpus = Corpus([make_shard([[5, 6, 7]] * 10, [1] * 10)], 16, STOP)
+    training, validation = corpus.split(0.2)
+    assert training + validation == corpus.conversations
+    assert len(validation) == 2
+    assert len(corpus.split(0.001)[1]) == 1
+    assert len(corpus.split(0.999)[0]) == 1
+    with pytest.raises(ValueError, match="two conversations"):
+        Corpus([make_shard([[5, 6, 7]], [1])], 16, STOP).split(0.5)
+
+
+def test_batches_respect_the_row_budget() -> None:
+    """Catches batches above the budget, lost conversations, and an endless loop on one longer than the budget."""
+    batches = make_batches(conversations_of([4, 5, 3, 20, 2, 8]), tokens_per_batch=10)
+    assert [[item.length for item in batch] for batch in batches] == [[4, 5], [3], [20], [2, 8]]
+
+
+def test_an_epoch_holds_every_conversation_once() -> None:
+    """Catches conversations lost or doubled by pooling, and epochs or seeds that repeat an order."""
+    conversations = conversations_of([3 + index % 17 for index in range(200)])
+    first, again, second, other = (
+        epoch_batches(conversations, 40, seed, epoch) for seed, epoch in [(0, 0), (0, 0), (0, 1), (1, 0)]
+    )
+    assert sorted((item for batch in first for item in batch), key=lambda item: item.start) == conversations
+    assert first == again
+    assert first != second
+    assert first != other
+    spreads = [max(item.length for item in batch) - min(item.length for item in batch) for batch in first]
+    assert sum(spreads) / len(spreads) < 3
+
+
+def test_order_goes_on_where_a_run_stopped() -> None:
+    """Catches a resumed run that repeats or skips batches, within an epoch and across its end."""
+    conversations = conversations_of([5 + index % 7 for index in range(30)])
+    whole = list(islice(training_order(conversations, 40, seed=3), 25))
+    for first_step in (0, 2, 11, 24):
+        assert list(islice(training_order(conversations, 40, 3, first_step), 25 - first_step)) == whole[first_step:]

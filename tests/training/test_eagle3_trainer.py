@@ -1,0 +1,144 @@
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from eyas.training.corpus import Shard
+from eyas.training.eagle3_trainer import Eagle3Trainer, Eagle3TrainingConfig
+from eyas.training.objective import Validation
+from eyas.training.training_log import StepRecord, read_log
+
+STOP = 2
+CONFIG = Eagle3TrainingConfig(
+    num_steps=12,
+    draft_vocab_size=32,
+    tokens_per_batch=30,
+    learning_rate=3e-3,
+    warmup_steps=2,
+    validation_share=0.2,
+    checkpoint_minutes=60.0,
+    dtype="float32",
+)
+
+
+class Recorder:
+    def __init__(self) -> None:
+        self.records: list[StepRecord] = []
+        self.planned: list[int | None] = []
+
+    def on_step(self, record: StepRecord, num_steps: int | None) -> None:
+        self.records.append(record)
+        self.planned.append(num_steps)
+
+    def on_validation(self, step: int, validation: Validation) -> None:
+        self.validation = validation
+
+    @property
+    def losses(self) -> list[float]:
+        return [record.loss for record in self.records]
+
+
+@pytest.fixture
+def corpus_folder(shard: Shard, tmp_path: Path) -> Path:
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    write_shard(shard, folder / "shard-00000.safetensors")
+    return folder
+
+
+def write_shard(shard: Shard, file: Path) -> None:
+    tensors = {"token_ids": shard.token_ids, "features": shard.features}
+    lengths = {"lengths": torch.tensor(shard.lengths), "prompt_lengths": torch.tensor(shard.prompt_lengths)}
+    save_file(tensors | lengths, file)
+
+
+@pytest.fixture
+def make_trainer(target_folder: Path, corpus_folder: Path, tmp_path: Path) -> Any:
+    def make(work: str = "work", **changes: Any) -> Eagle3Trainer:
+        config = dataclasses.replace(CONFIG, **changes)
+        return Eagle3Trainer(config, target_folder, corpus_folder, tmp_path / work, STOP, aux_layers=(2, 3, 5))
+
+    return make
+
+
+@pytest.mark.parametrize(("dtype", "matrix_rate"), [("float32", 0.0), ("float32", 0.01), ("bfloat16", 0.01)])
+def test_a_tiny_corpus_is_learnt(make_trainer: Any, dtype: str, matrix_rate: float) -> None:
+    """Catches gradients that miss the weights, updates that do not reach the computation, and a wrong target."""
+    trainer, recorder = make_trainer(num_steps=120, dtype=dtype, matrix_rate=matrix_rate), Recorder()
+    trainer.run(recorder)
+    assert recorder.losses[-1] < 0.6 * recorder.losses[0]
+    assert min(recorder.records[-1].accuracy) > 0.6  # guessing one of 32 would give 0.03
+    assert all(weight.dtype == torch.float32 for weight in trainer.head.parameters() if weight.requires_grad)
+
+
+@pytest.mark.parametrize("kill_after", [1, 7])
+def test_a_killed_run_repeats_the_losses(
+    make_trainer: Any, corpus_folder: Path, shard: Shard, tmp_path: Path, kill_after: int
+) -> None:
+    """Catches optimiser, rate, batch order or corpus that are not restored exactly, and a log with doubled steps.
+
+    The corpus grows between kill and resume, which must change neither vocabulary nor batches.
+    """
+    whole, killed, resumed = Recorder(), Recorder(), Recorder()
+    make_trainer("whole").run(whole)
+    assert make_trainer("work", checkpoint_minutes=1e-9).run(killed, stop_after=kill_after) is None
+    write_shard(shard, corpus_folder / "shard-00001.safetensors")
+    make_trainer("work").run(resumed)
+    first = 12 - len(resumed.losses)
+    assert first == kill_after - 1  # the checkpoint after the last step was not reached
+    assert killed.losses[:first] + resumed.losses == whole.losses
+    assert [record.loss for record in read_log(tmp_path / "work" / "log.jsonl")] == whole.losses
+    assert resumed.validation == whole.validation
+
+
+def test_other_settings_do_not_resume(make_trainer: Any) -> None:
+    """Catches a run that silently goes on with another batch size or rate than it was begun with."""
+    make_trainer().run(Recorder())
+    with pytest.raises(ValueError, match="tokens_per_batch = 30, now it is 31"):
+        make_trainer(tokens_per_batch=31)
+
+
+def test_minutes_become_a_number_of_steps(make_trainer: Any) -> None:
+    """Catches a budget that is never turned into steps, so that the rate never falls."""
+    trainer, recorder = make_trainer(num_steps=None, max_minutes=0.02), Recorder()
+    trainer.run(recorder)
+    assert recorder.planned[18] is None
+    assert recorder.planned[-1] == trainer.num_steps == len(recorder.records) >= 20
+
+
+def test_rate_rises_then_falls() -> None:
+    """Catches a rate that starts at 0, jumps between warm-up and cosine, or ends above its floor."""
+    rates = [CONFIG.rate_share(step, 12) for step in range(12)]
+    assert rates[0] == pytest.approx(0.5)
+    assert rates[1] == rates[2] == pytest.approx(1.0)
+    assert rates[2:] == sorted(rates[2:], reverse=True)
+    assert CONFIG.rate_share(12, 12) == pytest.approx(CONFIG.final_rate_share)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("num_steps", None),
+        ("max_minutes", 5.0),
+        ("num_steps", 0),
+        ("draft_vocab_size", 0),
+        ("ttt_steps", 0),
+        ("learning_rate", 0.0),
+        ("step_decay", float("nan")),
+        ("validation_share", 1.0),
+        ("final_rate_share", 2.0),
+        ("max_length", 2),
+        ("warmup_steps", -1),
+        ("matrix_rate", -1.0),
+        ("dtype", "float16"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(name: str, value: Any) -> None:
+    """Catches a run that would fail after the corpus was written, or train without end."""
+    with pytest.raises(ValueError, match=name):
+        dataclasses.replace(CONFIG, **{name: value})

@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import pytest
+import torch
+
+from eyas.models.linear import Linear
+from eyas.workers.kv_pool import PoolLayout
+from eyas.workers.loading import EngineSpec, load_drafter, load_target
+
+if TYPE_CHECKING:
+    from tests.conftest import TinyModels
+
+
+def spec_of(target: str, head: str | None, **changes: Any) -> EngineSpec:
+    fields: dict[str, Any] = {
+        "target_folder": target,
+        "head_folder": head,
+        "dtype": "float32",
+        "device": "cpu",
+        "num_pages": 8,
+        "page_size": 16,
+        "num_threads": 1,
+    }
+    return EngineSpec(**fields | changes)
+
+
+def test_both_sides_share_layout_and_layers(tiny_models: TinyModels) -> None:
+    """Catches a target that publishes other states than the head reads, or pools whose slots do not match."""
+    target = tiny_models.target()
+    spec = spec_of(str(target), str(tiny_models.head(target)))
+    spec.validate()
+    runner, drafter = load_target(spec), load_drafter(spec)
+    assert drafter is not None
+    assert runner.capture == spec.aux_layers() == drafter.head.config.aux_layers == (2, 3, 4)
+    assert runner.layout == drafter.layout == spec.layout == PoolLayout(8, 16)
+    assert runner.pool.keys[0].shape[0] == drafter.pool.keys[0].shape[0] == 128
+    assert runner.dtype == drafter.dtype == torch.float32
+
+
+def test_engine_without_a_head(tiny_models: TinyModels) -> None:
+    """Catches features captured for nobody."""
+    spec = spec_of(str(tiny_models.target()), None)
+    spec.validate()
+    assert load_drafter(spec) is None
+    assert load_target(spec).capture == ()
+
+
+def test_bfloat16_is_packed_on_both_sides(tiny_models: TinyModels) -> None:
+    """Catches a served model that reads its weights in the slow layout."""
+    target = tiny_models.target()
+    spec = spec_of(str(target), str(tiny_models.head(target)), dtype="bfloat16")
+    drafter = load_drafter(spec)
+    assert drafter is not None
+    linears = [m for model in (load_target(spec).model, drafter.head) for m in model.modules() if isinstance(m, Linear)]
+    assert len(linears) == 4 * 4 + 1 + 6
+    assert all((linear.packed is not None) == torch.backends.mkldnn.is_available() for linear in linears)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"dtype": "float16"}, r"dtype: float16 is not supported; use one of \['bfloat16', 'float32'\]"),
+        ({"tensor_parallel_size": 3}, "tensor_parallel_size: 3"),
+        ({"target_folder": "/nowhere"}, "config.json does not exist"),
+        ({"head_folder": "/nowhere"}, "config.json does not exist"),
+    ],
+)
+def test_what_cannot_work_is_refused_at_start(changes: dict[str, Any], message: str, tiny_models: TinyModels) -> None:
+    """Catches an engine that starts its actors and dies in the first of them."""
+    target = tiny_models.target()
+    spec = msgspec.structs.replace(spec_of(str(target), str(tiny_models.head(target))), **changes)
+    with pytest.raises(ValueError, match=message):
+        spec.validate()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_missing_device_is_named(tiny_models: TinyModels) -> None:
+    """Catches a traceback out of torch instead of the setting to change."""
+    with pytest.raises(ValueError, match="device: cuda was asked for, .* use cpu"):
+        spec_of(str(tiny_models.target()), None, device="cuda").validate()
+
+
+def test_spec_survives_the_wire(tiny_models: TinyModels) -> None:
+    """Catches a field that an actor's process would not get."""
+    spec = spec_of("/a", "/b", dtype="bfloat16", tensor_parallel_size=2)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(spec), type=EngineSpec) == spec
