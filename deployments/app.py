@@ -8,6 +8,8 @@ from eyas.cluster.placement import router_resources
 from eyas.deployments.router import Router
 from eyas.deployments.settings import EngineSettings
 
+_SPARE_REQUESTS = 64
+
 
 def build(settings: EngineSettings) -> Application:
     """One Router replica and its engine, in one placement group on one node.
@@ -19,7 +21,8 @@ def build(settings: EngineSettings) -> Application:
         placement_group_bundles=settings.placement_bundles(),
         placement_group_strategy="STRICT_PACK",
         ray_actor_options=router_resources(),
-        max_ongoing_requests=settings.max_batch_size + settings.max_queue_size,
+        # Above what the engine takes: when full it refuses the rest with 429 and still answers /health and /metrics.
+        max_ongoing_requests=settings.max_batch_size + settings.max_queue_size + _SPARE_REQUESTS,
         graceful_shutdown_timeout_s=120,
         health_check_period_s=2,
     ).bind(settings)

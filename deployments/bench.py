@@ -37,6 +37,8 @@ def bench_offline(
         seed: prompt i is sampled with `seed + i`.
         limit: use only the first so many prompts.
     """
+    if limit is not None and limit < 1:
+        raise ValueError(f"limit: must be at least 1, got {limit}")
     with open_engine(settings) as (engine, tokenizer):
         prompts = read_prompts(prompts_file, tokenizer)[:limit]
         stop = frozenset() if ignore_eos else tokenizer.eos_token_ids
@@ -44,7 +46,7 @@ def bench_offline(
             OfflineRequest(prompt, SamplingParams(temperature, 1.0, seed + index), max_tokens, stop)
             for index, prompt in enumerate(prompts)
         ]
-        warm_up = [OfflineRequest(prompts[0], SamplingParams(temperature, 1.0, seed), _WARM_UP_TOKENS)]
+        warm_up = [OfflineRequest(prompts[0], SamplingParams(temperature, 1.0, seed), min(max_tokens, _WARM_UP_TOKENS))]
         engine.generate(warm_up * min(settings.max_batch_size, len(prompts)))
         engine.times = StepTimes()
         with progress_bar() as progress:

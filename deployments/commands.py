@@ -11,6 +11,7 @@ from typing import Any
 
 import pydantic
 
+from eyas.deployments.errors import ApiError
 from eyas.deployments.settings import EngineSettings
 from eyas.deployments.train_command import add_train_parser
 from eyas.models.catalog import DEFAULT_TARGET
@@ -26,7 +27,7 @@ def run() -> None:
     except pydantic.ValidationError as error:
         first = error.errors()[0]
         sys.exit(_complain(f"{'.'.join(str(part) for part in first['loc'])}: {first['msg']}"))
-    except ValueError as error:
+    except (ValueError, ApiError, OSError) as error:
         sys.exit(_complain(str(error)))
     except KeyboardInterrupt:
         status = 130
@@ -123,7 +124,11 @@ def settings_of(args: argparse.Namespace, **fixed: Any) -> EngineSettings:
     """Engine settings from parsed options."""
     given = {name: value for name, value in vars(args).items() if name in EngineSettings.model_fields}
     tensor_parallel_size = given.get("tensor_parallel_size", 1)
-    threads = args.threads or max(1, min(os.cpu_count() or 1, _MAX_DEFAULT_THREADS) // max(tensor_parallel_size, 1))
+    threads = (
+        args.threads
+        if args.threads is not None
+        else max(1, min(os.cpu_count() or 1, _MAX_DEFAULT_THREADS) // max(tensor_parallel_size, 1))
+    )
     return EngineSettings.model_validate(
         {
             **given,

@@ -62,7 +62,12 @@ class EventSink:
             self._num_steps += 1
             self._num_verified += len(token_ids)
         self._is_past_prefill = True
-        delta = self._stream.push(token_ids)
+        try:
+            delta = self._stream.push(token_ids)
+        except Exception:  # text that cannot be decoded ends its own request, not everybody's
+            _log.exception("the tokens of a request could not be turned into text")
+            self.fail("the tokens of this request could not be turned into text")
+            return True
         self._post(
             GenerationEvent(
                 text=delta.text,
@@ -78,10 +83,6 @@ class EventSink:
     def fail(self, message: str) -> None:
         """Engine thread: the request cannot go on."""
         self._post(GenerationError(message))
-
-    def fail_down(self, message: str) -> None:
-        """Engine thread: no request can go on."""
-        self._post(EngineDownError(message))
 
     def _post(self, event: GenerationEvent | Exception) -> None:
         try:
@@ -144,11 +145,13 @@ class Engine:
         self._commands.put(_Submit(scheduled))
         is_over = False
         try:
+            if self._down_reason is not None:  # the thread may have emptied its queue before it could see this request
+                raise EngineDownError(self._down_reason)
             while not is_over:
                 event = await sink.events.get()
                 if isinstance(event, Exception):
                     is_over = True
-                    raise event
+                    raise event if self._down_reason is None else EngineDownError(self._down_reason)
                 is_over = event.finish_reason is not None
                 yield event
         finally:
@@ -162,21 +165,24 @@ class Engine:
         return EngineHealth(status, self._down_reason or "", self._scheduler.num_running, self._scheduler.num_waiting)
 
     def stop(self) -> None:
-        """End the thread and the workers."""
+        """End the thread and the workers; open requests get an error."""
         self._commands.put(None)
         self._thread.join(timeout=10.0)
-        self._workers.stop()
 
     def _run(self) -> None:
+        reason, is_lost = "the engine was stopped", False
         try:
             while self._take_commands():
                 if self._scheduler.has_work:
                     self._step()
         except Exception as error:  # whatever it was, no step will follow: tell everybody waiting, then the owner
             _log.exception("the engine stopped")
-            self._down_reason = f"the engine stopped: {error}"
-            self._fail_everybody()
-            self._on_down(self._down_reason)
+            reason, is_lost = f"the engine stopped: {error}", True
+        self._down_reason = reason  # set before the queue is emptied: see `generate`
+        self._fail_everybody(reason)
+        if is_lost:
+            self._on_down(reason)
+        self._workers.stop()
 
     def _take_commands(self) -> bool:
         """Apply queued commands, waiting for one while there is no work; False on stop."""
@@ -223,8 +229,7 @@ class Engine:
                 acceptance_lengths=[len(run.tokens) for run in result.runs[: len(plan.decode)]],
             )
 
-    def _fail_everybody(self) -> None:
-        reason = self._down_reason or "the engine stopped"
+    def _fail_everybody(self, reason: str) -> None:
         self._scheduler.fail_all(reason)
         while not self._commands.empty():
             command = self._commands.get()

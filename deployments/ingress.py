@@ -54,6 +54,7 @@ class ApiContext:
         context_length: most tokens, prompt and answer together, that one request may hold.
         default_chat_tokens: cap of a chat answer whose request names none; the rest of the context caps it too.
         max_body_bytes: larger request bodies are refused before they are parsed.
+        vocab_size: ids of the model; a tokenizer may know more of them than the model has embeddings for.
         echoes_request_id: whether answers carry `x-request-id`; off under Ray Serve, whose proxy adds that header.
     """
 
@@ -64,6 +65,7 @@ class ApiContext:
     context_length: int
     default_chat_tokens: int = 1024
     max_body_bytes: int = 8 << 20
+    vocab_size: int | None = None
     echoes_request_id: bool = True
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -180,6 +182,7 @@ async def _generation_request(context: ApiContext, body: GenerationBody) -> Gene
     prompt_ids = await _prompt_ids(context, body)
     _check_vocabulary(context, "stop_token_ids", body.stop_token_ids or [])
     num_left = context.context_length - len(prompt_ids)
+    _check_vocabulary(context, prompt_field, prompt_ids)
     if not prompt_ids:
         raise ApiError(400, f"{prompt_field}: holds no token", prompt_field, "invalid_value")
     if num_left < 1:
@@ -218,16 +221,16 @@ async def _prompt_ids(context: ApiContext, body: GenerationBody) -> list[int]:
     assert isinstance(body, CompletionRequest)
     if isinstance(body.prompt, str):
         return await asyncio.to_thread(context.tokenizer.encode, body.prompt)
-    _check_vocabulary(context, "prompt", body.prompt)
     return body.prompt
 
 
 def _check_vocabulary(context: ApiContext, param: str, token_ids: list[int]) -> None:
     largest = max(token_ids, default=0)
-    if largest >= context.tokenizer.vocab_size:
+    num_ids = min(context.tokenizer.vocab_size, context.vocab_size or context.tokenizer.vocab_size)
+    if largest >= num_ids:
         raise ApiError(
             400,
-            f"{param}: holds token id {largest}; this model's ids end at {context.tokenizer.vocab_size - 1}",
+            f"{param}: holds token id {largest}; this model's ids end at {num_ids - 1}",
             param,
             "invalid_value",
         )

@@ -24,6 +24,8 @@ def open_engine(settings: EngineSettings) -> Iterator[tuple[OfflineEngine, Token
         ValueError: naming the setting that cannot work.
     """
     spec = settings.engine_spec()
+    spec.check_device()
+    tokenizer = Tokenizer.from_folder(Path(spec.target_folder))
     with _open_workers(spec, settings) as workers:
         engine = OfflineEngine(
             workers,
@@ -31,8 +33,9 @@ def open_engine(settings: EngineSettings) -> Iterator[tuple[OfflineEngine, Token
             settings.tree_shape(),
             settings.max_batch_size,
             settings.max_prefill_tokens,
+            spec.target_config().max_positions,
         )
-        yield engine, Tokenizer.from_folder(Path(spec.target_folder))
+        yield engine, tokenizer
 
 
 @contextmanager
@@ -45,18 +48,21 @@ def _open_workers(spec: EngineSpec, settings: EngineSettings) -> Iterator[Worker
     from ray.util.placement_group import placement_group, remove_placement_group
 
     from eyas.deployments.local_ray import start_ray
-    from eyas.deployments.worker_group import WorkerGroup
+    from eyas.deployments.worker_group import WorkerGroup, WorkersLostError
 
     bundles = settings.placement_bundles()
     start_ray(bundles)
     group = placement_group(bundles, strategy="STRICT_PACK")
-    ray.get(group.ready(), timeout=60)
-    workers = WorkerGroup(
-        spec, group, settings.max_committed_rows(), settings.gpus_per_rank, settings.drafter_gpu_fraction
-    )
+    workers = None
     try:
+        if not group.wait(60):
+            raise WorkersLostError(f"this machine has no room for the bundles {bundles}")
+        workers = WorkerGroup(
+            spec, group, settings.max_committed_rows(), settings.gpus_per_rank, settings.drafter_gpu_fraction
+        )
         yield workers
     finally:
-        workers.stop()
+        if workers is not None:
+            workers.stop()
         remove_placement_group(group)
         ray.shutdown()

@@ -21,6 +21,7 @@ def start_ray(bundles: list[dict[str, float]], address: str | None = None) -> No
         return
     needed = sum(bundle.get("CPU", 0.0) for bundle in bundles) + 1
     ray.init(
+        address="local",  # not the cluster that RAY_ADDRESS or an earlier `ray start` names
         num_cpus=max(os.cpu_count() or 1, int(needed)),
         include_dashboard=False,
         log_to_driver=False,

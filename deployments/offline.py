@@ -83,10 +83,11 @@ class OfflineEngine:
 
     def __init__(
         self, workers: Workers, allocator: PageAllocator, shape: TreeShape, max_batch_size: int,
-        max_prefill_tokens: int = 512,
+        max_prefill_tokens: int = 512, max_positions: int | None = None,
     ) -> None:  # fmt: skip
+        """See `Scheduler`."""
         self._workers = workers
-        self._scheduler = Scheduler(allocator, shape, max_batch_size, max_prefill_tokens)
+        self._scheduler = Scheduler(allocator, shape, max_batch_size, max_prefill_tokens, max_positions)
         self._next_id = 0
         self.times = StepTimes()
 
@@ -122,6 +123,8 @@ class OfflineEngine:
         if plan is None:
             raise RuntimeError("requests are waiting but none can be admitted")
         result = self._workers.step(plan)
+        if result.step != plan.step:  # left over from a call that was interrupted
+            raise RuntimeError(f"result of step {result.step} arrived for step {plan.step}")
         self._scheduler.apply(result)
         if plan.decode and not plan.prefill:
             times = self.times

@@ -17,7 +17,7 @@ def read_prompts(file: Path, tokenizer: Tokenizer) -> list[list[int]]:
         ValueError: naming file, line and key.
     """
     try:
-        lines = file.read_text().splitlines()
+        lines = file.read_text(encoding="utf-8").split("\n")  # strings may hold other line separators
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"prompts: {file} cannot be read: {error}") from None
     prompts = [

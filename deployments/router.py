@@ -14,8 +14,6 @@ from ray import serve
 from eyas.deployments.engine import Engine
 from eyas.deployments.ingress import ApiContext, build_api
 from eyas.deployments.metrics import Metrics
-from eyas.deployments.pages import PageAllocator
-from eyas.deployments.scheduler import Scheduler
 from eyas.deployments.settings import EngineSettings
 from eyas.deployments.tokenizer import Tokenizer
 from eyas.deployments.worker_group import WorkerGroup
@@ -31,7 +29,6 @@ class Router:
 
     def __init__(self, settings: EngineSettings) -> None:
         spec = settings.engine_spec()
-        shape = settings.tree_shape()
         placement_group = ray.util.get_current_placement_group()
         if placement_group is None:
             raise RuntimeError("the Router must run in a placement group; deploy it through eyas.deployments.app:build")
@@ -44,12 +41,7 @@ class Router:
             drafter_gpu_fraction=settings.drafter_gpu_fraction,
         )
         metrics = Metrics()
-        scheduler = Scheduler(
-            PageAllocator(settings.num_pages, settings.page_size),
-            shape,
-            settings.max_batch_size,
-            settings.max_prefill_tokens,
-        )
+        scheduler = settings.new_scheduler(spec)
         for worker in ("target", "drafter") if spec.head_folder is not None else ("target",):
             metrics.set_pages(worker, num_free=settings.num_pages, num_total=settings.num_pages)
         self._engine = Engine(
@@ -66,7 +58,8 @@ class Router:
             tokenizer=tokenizer,
             engine=self._engine,
             metrics=metrics,
-            context_length=min(spec.target_config().max_positions, scheduler.max_request_tokens()),
+            context_length=scheduler.max_request_tokens(),
+            vocab_size=spec.target_config().vocab_size,
             echoes_request_id=False,
         )
 

@@ -90,8 +90,15 @@ class Scheduler:
     """Plans steps and applies their results. Not thread-safe: one engine loop owns it."""
 
     def __init__(
-        self, allocator: PageAllocator, shape: TreeShape, max_batch_size: int, max_prefill_tokens: int
-    ) -> None:
+        self, allocator: PageAllocator, shape: TreeShape, max_batch_size: int, max_prefill_tokens: int,
+        max_positions: int | None = None,
+    ) -> None:  # fmt: skip
+        """Args:
+        max_positions: the model's context; None leaves the pool as the only limit.
+
+        Raises:
+            ValueError: for a limit under which no request could ever run.
+        """
         if max_batch_size < 1 or max_prefill_tokens < 1:
             raise ValueError(
                 f"max_batch_size {max_batch_size} and max_prefill_tokens {max_prefill_tokens} must be >= 1"
@@ -100,6 +107,12 @@ class Scheduler:
         self.shape = shape
         self.max_batch_size = max_batch_size
         self._max_prefill_tokens = max_prefill_tokens
+        self._max_positions = max_positions
+        if self.max_request_tokens() < 2:
+            raise ValueError(
+                f"num_pages: {allocator.num_pages} pages of {allocator.page_size} tokens hold no request, whose tree "
+                f"alone needs {self._num_extra_slots}; raise num_pages"
+            )
         self._waiting: deque[ScheduledRequest] = deque()
         self._running: dict[int, ScheduledRequest] = {}
         self._ended: list[ScheduledRequest] = []
@@ -132,6 +145,12 @@ class Scheduler:
             raise ValueError("prompt: must hold at least one token")
         if request.max_tokens < 1:
             raise ValueError(f"max_tokens: must be at least 1, got {request.max_tokens}")
+        num_tokens = len(request.prompt_ids) + request.max_tokens
+        if self._max_positions is not None and num_tokens > self._max_positions:
+            raise ValueError(
+                f"max_tokens: {len(request.prompt_ids)} prompt tokens and {request.max_tokens} new ones exceed the "
+                f"model's context of {self._max_positions}"
+            )
         needed = self.num_pages_needed(len(request.prompt_ids), request.max_tokens)
         if needed > self.allocator.num_pages:
             raise ValueError(
@@ -149,9 +168,10 @@ class Scheduler:
         self._waiting.append(request)
 
     def max_request_tokens(self) -> int:
-        """Most tokens, prompt and answer, that the pool can hold for one request."""
+        """Most tokens, prompt and answer, of one request: what the pool and the model's context hold."""
         allocator = self.allocator
-        return allocator.num_pages * allocator.page_size - self._num_extra_slots
+        num_held = allocator.num_pages * allocator.page_size - self._num_extra_slots
+        return num_held if self._max_positions is None else min(num_held, self._max_positions)
 
     def cancel(self, request_id: int) -> None:
         """End a request without further tokens; unknown ids are ignored, it may have finished meanwhile."""

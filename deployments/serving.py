@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import signal
@@ -10,7 +11,6 @@ import threading
 import time
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,15 +21,17 @@ from eyas.deployments.settings import EngineSettings
 APPLICATION = "eyas"
 _DEMO_PROMPT = "Explain in a few sentences why the sky is blue."
 _DEMO_TOKENS = 96
+_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # http_proxy is not for one's own server
 
 
 def serve_forever(settings: EngineSettings, host: str, port: int, ray_address: str | None) -> int:
     """Serve until SIGINT or SIGTERM."""
     stopped = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: stopped.set())
     with _serving(settings, host, port, ray_address) as console:
         _show_answer(console, settings, host, port)
+        # Not before: Ctrl-C must end a slow start too, and Ray sets a handler of its own while it starts.
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *_: stopped.set())
         console.print("Serving. Ctrl-C stops.")
         stopped.wait()
         console.print("Stopping.")
@@ -43,17 +45,20 @@ def serve_once(settings: EngineSettings, host: str, port: int, ray_address: str 
     return 0
 
 
-@contextmanager
+@contextlib.contextmanager
 def _serving(settings: EngineSettings, host: str, port: int, ray_address: str | None) -> Iterator[Console]:
     """The application is up and healthy inside the block."""
     console = Console(highlight=False)
     start = time.monotonic()
     _check_port(host, port)
     with console.status("Preparing the model"):
-        settings.engine_spec()  # resolves and validates here, where an error is one line, before Ray starts
+        spec = settings.engine_spec()  # resolves and validates here, where an error is one line, before Ray starts
+        if ray_address is None:
+            spec.check_device()
     console.print(f"[{time.monotonic() - start:5.1f} s] model {settings.model} is ready on disk")
     import ray
     from ray import serve
+    from ray.serve.exceptions import RayServeException
 
     from eyas.deployments.app import build
     from eyas.deployments.local_ray import start_ray
@@ -72,8 +77,13 @@ def _serving(settings: EngineSettings, host: str, port: int, ray_address: str | 
         console.print(_curl(settings, url), soft_wrap=True)
         yield console
     finally:
-        serve.shutdown()
-        ray.shutdown()
+        if ray.is_initialized():
+            if ray_address is None:
+                serve.shutdown()
+            else:
+                with contextlib.suppress(RayServeException):  # Serve may not have started
+                    serve.delete(APPLICATION)  # other applications of the cluster go on
+            ray.shutdown()
 
 
 def _engine_line(settings: EngineSettings) -> str:
@@ -87,6 +97,8 @@ def _engine_line(settings: EngineSettings) -> str:
 
 
 def _check_port(host: str, port: int) -> None:
+    if not 1 <= port <= 65535:
+        raise ValueError(f"port: must be between 1 and 65535, got {port}")
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -140,7 +152,7 @@ def _stream_chat(console: Console, settings: EngineSettings, url: str) -> _Strea
     )
     answer = _StreamedAnswer()
     start = time.monotonic()
-    with urllib.request.urlopen(request, timeout=120) as response:
+    with _DIRECT.open(request, timeout=120) as response:
         for line in response:
             data = line.decode().strip().removeprefix("data: ")
             if not data or data == "[DONE]":

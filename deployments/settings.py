@@ -7,9 +7,13 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from eyas.cluster.placement import engine_bundles
-from eyas.deployments.scheduler import TreeShape
+from eyas.deployments.pages import PageAllocator
+from eyas.deployments.scheduler import Scheduler, TreeShape
 from eyas.models.catalog import DEFAULT_TARGET, resolve_head, resolve_target
 from eyas.workers.loading import EngineSpec
+
+# Draft nodes stand past the end of the text, where the model's RoPE table must still reach.
+_MAX_DRAFT_DEPTH = 64
 
 
 class EngineSettings(BaseModel):
@@ -22,7 +26,7 @@ class EngineSettings(BaseModel):
     served_model_name: str | None = Field(None, description="id in the API; by default the model's name")
     speculate: bool = Field(True, description="false decodes one token per step, without a drafter")
     node_budget: int = Field(8, ge=1, description="nodes verified per request and step, root included")
-    draft_depth: int = Field(4, ge=1, description="levels of the draft tree below its root")
+    draft_depth: int = Field(4, ge=1, le=_MAX_DRAFT_DEPTH, description="levels of the draft tree below its root")
     width: int = Field(4, ge=1, description="candidates kept per level")
     tensor_parallel_size: int = Field(1, ge=1, description="target ranks")
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
@@ -61,11 +65,12 @@ class EngineSettings(BaseModel):
             ValueError: naming the field and the remedy.
         """
         is_speculating = self.tree_shape().node_budget > 1
+        target = resolve_target(self.model)
         head = resolve_head(self.head, self.model) if is_speculating else None
         if is_speculating and head is None:
             raise ValueError(f"head: no head is shipped for {self.model}; pass --head FOLDER, or --no-speculation")
         spec = EngineSpec(
-            target_folder=str(resolve_target(self.model)),
+            target_folder=str(target),
             head_folder=None if head is None else str(head),
             dtype=self.dtype,
             device=self.device,
@@ -76,7 +81,18 @@ class EngineSettings(BaseModel):
             shares_noise=self.shares_noise,
         )
         spec.validate()
+        self.new_scheduler(spec)
         return spec
+
+    def new_scheduler(self, spec: EngineSpec) -> Scheduler:
+        """Raises `ValueError`, naming the field, if no request could ever run."""
+        return Scheduler(
+            PageAllocator(self.num_pages, self.page_size),
+            self.tree_shape(),
+            self.max_batch_size,
+            self.max_prefill_tokens,
+            spec.target_config().max_positions,
+        )
 
     def placement_bundles(self) -> list[dict[str, float]]:
         return engine_bundles(

@@ -34,7 +34,11 @@ class Tokenizer:
         folder = Path(folder)
         if not folder.is_dir():
             raise FileNotFoundError(f"no tokenizer folder {folder}")
-        tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+        except (OSError, ValueError) as error:
+            first_line = str(error).strip().partition("\n")[0]
+            raise ValueError(f"model: no tokenizer can be read from {folder}: {first_line}") from error
         return cls(tokenizer, _generation_eos_token_ids(folder))
 
     @property

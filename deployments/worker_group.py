@@ -21,7 +21,7 @@ from eyas.workers.threads import THREAD_ENVIRONMENT
 _POLL_S = 0.2
 
 
-class WorkersLostError(RuntimeError):
+class WorkersLostError(ConnectionError):
     """A worker ended or stayed silent; the whole group must be replaced."""
 
 
@@ -47,9 +47,12 @@ class WorkerGroup:
             max_rows: most rows a step can commit; sizes the exchange ring.
 
         Raises:
-            WorkersLostError: if they are not ready in `start_timeout_s`.
+            WorkersLostError: if one of them fails or they are not ready in `start_timeout_s`.
         """
         self._step_timeout_s = step_timeout_s
+        self._sockets = tempfile.TemporaryDirectory(prefix="eyas-", ignore_cleanup_errors=True)
+        self._outboxes: list[Outbox] = []
+        self._runs: list[Any] = []
         cpus = float(spec.num_threads)
         environment = {"env_vars": {**THREAD_ENVIRONMENT, "OMP_NUM_THREADS": str(spec.num_threads)}}
         self._ranks: list[Any] = [
@@ -59,7 +62,7 @@ class WorkerGroup:
                 scheduling_strategy=in_bundle(placement_group, rank),
                 runtime_env=environment,
             )
-            .remote(spec, rank)
+            .remote(spec, self._sockets.name, rank)
             for rank in range(spec.tensor_parallel_size)
         ]
         self._drafter: Any = None
@@ -71,16 +74,20 @@ class WorkerGroup:
                     scheduling_strategy=in_bundle(placement_group, DRAFTER_BUNDLE_INDEX),
                     runtime_env=environment,
                 )
-                .remote(spec)
+                .remote(spec, self._sockets.name)
             )
         self._context = zmq.Context[Any](1)
-        self._inbox = router_inbox(self._context, f"ipc://{tempfile.mkdtemp(prefix='eyas-')}/router")
+        self._inbox = router_inbox(self._context, f"ipc://{self._sockets.name}/router")
         try:
             self._wire(max_rows, start_timeout_s)
         except ray.exceptions.GetTimeoutError:
+            self.stop()
             raise WorkersLostError(
                 f"the workers were not ready within {start_timeout_s} s; `ray status` shows whether their CPUs exist"
             ) from None
+        except ray.exceptions.RayError as error:
+            self.stop()
+            raise WorkersLostError(f"a worker failed while it was loaded: {_cause(error)}") from error
 
     def _wire(self, max_rows: int, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
@@ -132,7 +139,7 @@ class WorkerGroup:
             try:
                 ray.get(ended[0])
             except ray.exceptions.RayError as error:
-                raise WorkersLostError(f"a worker failed: {error}") from error
+                raise WorkersLostError(f"a worker failed: {_cause(error)}") from error
             raise WorkersLostError("a worker left its loop")
 
     def stop(self) -> None:
@@ -141,10 +148,18 @@ class WorkerGroup:
             outbox.send(Shutdown())
             outbox.close()
         self._outboxes = []
-        with contextlib.suppress(ray.exceptions.RayError):
-            ray.wait(self._runs, num_returns=len(self._runs), timeout=2.0)
+        self._sockets.cleanup()
+        if self._runs:
+            with contextlib.suppress(ray.exceptions.RayError):
+                ray.wait(self._runs, num_returns=len(self._runs), timeout=2.0)
         for worker in [*self._ranks, self._drafter]:
             if worker is not None:
                 ray.kill(worker)
         self._inbox.close()
         self._context.term()
+
+
+def _cause(error: Exception) -> Exception:
+    """What a failed task raised, without the worker's stack: the text reaches clients."""
+    cause: Exception | None = getattr(error, "cause", None)
+    return cause or error

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import tempfile
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -27,13 +27,13 @@ class WireAddresses(msgspec.Struct, frozen=True):
 
 
 class _Worker:
-    """What both kinds of worker share: a ZeroMQ context and an inbox."""
+    """What both kinds of worker share: a ZeroMQ context and an inbox, a file in the engine's `socket_folder`."""
 
-    def __init__(self, spec: EngineSpec) -> None:
+    def __init__(self, spec: EngineSpec, socket_folder: str, name: str) -> None:
         torch.set_num_threads(spec.num_threads)
         self.spec = spec
         self.context = zmq.Context[Any](1)
-        self.inbox = worker_inbox(self.context, f"ipc://{tempfile.mkdtemp(prefix='eyas-')}/inbox")
+        self.inbox = worker_inbox(self.context, f"ipc://{Path(socket_folder, name)}")
 
     def address(self) -> str:
         """Where this worker receives messages."""
@@ -43,8 +43,8 @@ class _Worker:
 class TargetWorker(_Worker):
     """One tensor-parallel rank of the target."""
 
-    def __init__(self, spec: EngineSpec, rank: int) -> None:
-        super().__init__(spec)
+    def __init__(self, spec: EngineSpec, socket_folder: str, rank: int) -> None:
+        super().__init__(spec, socket_folder, f"target-{rank}")
         self._rank = rank
         self._rendezvous = Rendezvous(spec.tensor_parallel_size) if rank == 0 else None
 
@@ -93,6 +93,9 @@ class TargetWorker(_Worker):
 
 class DraftWorker(_Worker):
     """The drafter."""
+
+    def __init__(self, spec: EngineSpec, socket_folder: str) -> None:
+        super().__init__(spec, socket_folder, "drafter")
 
     def load(self, exchange: ExchangeHandle) -> None:
         """Load the head and attach to rank 0's ring."""

@@ -139,10 +139,19 @@ def _map(handle: ExchangeHandle, flags: int) -> mmap.mmap:
     size = (
         handle.num_slots * _HEADER_WORDS + 1
     ) * 8 + handle.num_slots * handle.max_rows * handle.row_size * item_bytes
-    descriptor = os.open(_SHM_FOLDER / handle.name, flags, 0o600)
+    path = _SHM_FOLDER / handle.name
+    descriptor = os.open(path, flags, 0o600)
     try:
         if flags & os.O_CREAT:
-            os.ftruncate(descriptor, size)
+            # Takes the memory now: a ring that outgrows /dev/shm would kill its writer with SIGBUS later.
+            os.posix_fallocate(descriptor, 0, size)
         return mmap.mmap(descriptor, size)
+    except OSError as error:
+        if flags & os.O_CREAT:
+            path.unlink()
+        raise RuntimeError(
+            f"{_SHM_FOLDER} has no room for the {size >> 20} MiB of an exchange ring ({error.strerror}); enlarge it, "
+            "in a container with --shm-size or a memory-backed volume, or lower max_batch_size and max_prefill_tokens"
+        ) from error
     finally:
         os.close(descriptor)

@@ -60,16 +60,20 @@ class EngineSpec(msgspec.Struct, frozen=True):
         ).aux_layers
 
     def validate(self) -> None:
-        """Refuse at start what cannot work, naming the field."""
+        """Refuse at start what cannot work anywhere, naming the field; reads no device, the router has none."""
         _ = self.torch_dtype
         self.target_config().check_tensor_parallel(self.tensor_parallel_size)
         self.aux_layers()
+
+    def check_device(self) -> None:
+        """Refuse a device that this process does not see."""
         if torch.device(self.device).type == "cuda" and not torch.cuda.is_available():
             raise ValueError("device: cuda was asked for, but torch sees no CUDA device; use cpu")
 
 
 def load_target(spec: EngineSpec, parallel: TensorParallel | None = None) -> TargetRunner:
     """Load one target rank."""
+    spec.check_device()
     model = load_decoder(Path(spec.target_folder), spec.torch_dtype, torch.device(spec.device), parallel)
     pack_linears(model)
     return TargetRunner(model, spec.layout, spec.aux_layers())
@@ -79,6 +83,7 @@ def load_drafter(spec: EngineSpec) -> DraftRunner | None:
     """Load the drafter, or None for an engine without a head."""
     if spec.head_folder is None:
         return None
+    spec.check_device()
     target_folder = Path(spec.target_folder)
     head = load_eagle3(
         Path(spec.head_folder), spec.target_config(), target_folder, spec.torch_dtype, torch.device(spec.device)

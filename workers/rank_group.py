@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import socket
 
 import torch
 import torch.distributed as dist
@@ -15,15 +14,15 @@ _TIMEOUT = datetime.timedelta(seconds=120)
 
 
 class Rendezvous:
-    """The store through which ranks find each other, on a free port of rank 0's node; rank 0 keeps it alive."""
+    """The store through which ranks find each other, on a free port; rank 0 keeps it alive."""
 
     def __init__(self, num_ranks: int) -> None:
         self._store = TCPStore("0.0.0.0", 0, num_ranks, is_master=True, wait_for_workers=False, timeout=_TIMEOUT)
 
     @property
     def address(self) -> str:
-        """`host:port` for the other ranks."""
-        return f"{socket.gethostbyname(socket.gethostname())}:{self._store.port}"
+        """`host:port` for the other ranks, all on this node; a name of the host might not resolve."""
+        return f"127.0.0.1:{self._store.port}"
 
     def join(self, num_ranks: int, device: torch.device) -> TensorParallel:
         """Enter the group as rank 0; returns when all ranks are in."""

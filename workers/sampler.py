@@ -18,6 +18,7 @@ from eyas.kernels.noise import gumbel_noise, stream_key
 from eyas.workers.sampling import SamplingParams
 
 _NUCLEUS_GUESS = 1024
+_MIN_TEMPERATURE = 1e-30  # greedy by far; below, logits would overflow and no longer be told apart
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,8 @@ def perturbed_logits(logits: Tensor, rows: RowSampling, token_ids: Tensor) -> Te
     key_to_row = {key: row for row, key in enumerate(dict.fromkeys(keys))}
     noise = gumbel_noise(list(key_to_row), token_ids)[[key_to_row[key] for key in keys]]
     index = torch.tensor(sampled, device=logits.device)
-    temperatures = torch.tensor([rows.params[row].temperature for row in sampled], device=logits.device)
+    divisors = [max(rows.params[row].temperature, _MIN_TEMPERATURE) for row in sampled]
+    temperatures = torch.tensor(divisors, device=logits.device)
     scaled = logits[index] / temperatures[:, None]
     # Rows without a nucleus are left out: rounding could cut off tokens that they have when they are alone in a step.
     narrowed = [(place, rows.params[row].top_p) for place, row in enumerate(sampled) if rows.params[row].top_p < 1.0]

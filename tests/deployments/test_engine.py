@@ -20,11 +20,12 @@ from eyas.deployments.engine_client import (
 )
 from eyas.deployments.metrics import Metrics
 from eyas.deployments.pages import PageAllocator
-from eyas.deployments.scheduler import Scheduler, TreeShape
+from eyas.deployments.scheduler import ScheduledRequest, Scheduler, TreeShape
 from eyas.workers.messages import AcceptedRun, StepPlan, StepResult
 from eyas.workers.sampling import SamplingParams
 
 FIRST_TOKEN = 100
+UNDECODABLE = 50
 
 
 class CountingWorkers:
@@ -86,6 +87,8 @@ class NumberDecoder:
     eos_token_ids = frozenset({1})
 
     def decode(self, token_ids: Sequence[int]) -> str:
+        if set(token_ids) >= {UNDECODABLE, FIRST_TOKEN}:
+            raise ValueError("no text for these tokens")
         return "".join(f"{token} " for token in token_ids)
 
 
@@ -156,7 +159,7 @@ def test_a_lost_worker_fails_everybody_and_turns_health_red() -> None:
         async with aclosing(fixture.engine.generate(request("r", max_tokens=60))) as events:
             await anext(events)
             fixture.workers.is_lost = True
-            with pytest.raises((EngineDownError, GenerationError), match="a worker failed"):
+            with pytest.raises(EngineDownError, match="a worker failed"):
                 await collect(events)
         with pytest.raises(EngineDownError):
             await anext(fixture.engine.generate(request("later")))
@@ -165,6 +168,56 @@ def test_a_lost_worker_fails_everybody_and_turns_health_red() -> None:
     assert not fixture.engine.health().is_serving
     fixture.engine.stop()
     assert len(fixture.reasons) == 1
+    assert fixture.workers.is_stopped
+
+
+def test_a_request_that_arrives_as_the_engine_ends_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that waits for ever, because the engine ended between the check for that and the queueing."""
+    fixture = Fixture()
+
+    def lose_workers(self: Scheduler, scheduled: ScheduledRequest) -> None:
+        fixture.workers.is_lost = True
+        while not fixture.reasons:
+            time.sleep(0.01)
+
+    monkeypatch.setattr(Scheduler, "check_size", lose_workers)
+
+    async def run() -> None:
+        with pytest.raises(EngineDownError, match="a worker failed"):
+            await asyncio.wait_for(anext(fixture.engine.generate(request("late"))), timeout=10)
+
+    asyncio.run(run())
+    fixture.engine.stop()
+
+
+def test_stopping_ends_open_requests() -> None:
+    """Streams that hang when their replica is shut down, and requests taken by an engine that has ended."""
+    fixture = Fixture()
+
+    async def run() -> None:
+        async with aclosing(fixture.engine.generate(request("open", max_tokens=60))) as events:
+            await anext(events)
+            await asyncio.to_thread(fixture.engine.stop)
+            with pytest.raises(EngineDownError, match="was stopped"):
+                await asyncio.wait_for(collect(events), timeout=10)
+        with pytest.raises(EngineDownError):
+            await asyncio.wait_for(anext(fixture.engine.generate(request("later"))), timeout=10)
+
+    asyncio.run(run())
+    assert not fixture.reasons  # nobody restarts what was stopped on purpose
+
+
+def test_tokens_without_text_fail_their_request_alone() -> None:
+    """One request that cannot be decoded ending the engine, and with it everybody's answers."""
+    fixture = Fixture()
+
+    async def run() -> list[GenerationEvent]:
+        with pytest.raises(GenerationError, match="turned into text"):
+            await collect(fixture.engine.generate(GenerationRequest("bad", [UNDECODABLE], SamplingParams(), 5)))
+        return await collect(fixture.engine.generate(request("good")))
+
+    assert asyncio.run(run())[-1].finish_reason == "length"
+    fixture.engine.stop()
 
 
 def test_a_bad_request_fails_alone() -> None:

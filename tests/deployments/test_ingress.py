@@ -447,3 +447,12 @@ def test_context_is_complete_without_settings(context):
         context_length=10,
     )
     assert (plain.default_chat_tokens, plain.echoes_request_id) == (1024, True)
+
+
+async def test_token_ids_without_an_embedding_are_refused(context):
+    """Catches an added token that the tokenizer knows and the model does not: its lookup would end every request."""
+    api = build_api(dataclasses.replace(context, vocab_size=ord("x")))
+    async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app=api), base_url="http://eyas") as client:
+        response = await client.post("/v1/completions", json={**TEXT, "prompt": "wxw"})
+        assert (response.status_code, response.json()["error"]["param"]) == (400, "prompt")
+        assert (await client.post("/v1/completions", json={**TEXT, "prompt": "www"})).status_code == 200

@@ -142,3 +142,14 @@ def test_failed_call_leaves_nothing_behind(kind: str) -> None:
     outputs = engine.generate([request(3, 3), request(12, 12), request(1, 2)])
     assert [output.token_ids for output in outputs] == [[100, 101, 102], list(range(100, 112)), [100, 101]]
     assert workers.texts == {}
+
+
+def test_a_result_of_another_step_is_refused() -> None:
+    """Catches tokens of an interrupted call taken for those of the next one's requests."""
+
+    class LateWorkers(CountingWorkers):
+        def step(self, plan: StepPlan) -> StepResult:
+            return StepResult(plan.step - 1, super().step(plan).runs)
+
+    with pytest.raises(RuntimeError, match="result of step 0 arrived for step 1"):
+        new_engine(LateWorkers(run_length=2)).generate([request(3, 5)])

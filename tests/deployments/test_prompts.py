@@ -21,7 +21,7 @@ class SpyTokenizer:
 
 def read(tmp_path: Path, text: str) -> list[list[int]]:
     file = tmp_path / "prompts.jsonl"
-    file.write_text(text)
+    file.write_text(text, encoding="utf-8")
     return read_prompts(file, SpyTokenizer())  # type: ignore[arg-type]
 
 
@@ -29,6 +29,11 @@ def test_every_form_of_line(tmp_path: Path) -> None:
     """Turns and messages go through the chat template, a bare prompt does not, blank lines do not count."""
     text = '{"turns": ["ab", "c"]}\n\n{"messages": [{"role": "user", "content": "a"}]}\n{"prompt": "b"}\n'
     assert read(tmp_path, text) == [[0, 97, 98], [0, 97], [98]]
+
+
+def test_a_string_may_hold_line_separators(tmp_path: Path) -> None:
+    """A prompt cut in two at a separator that only Python takes for the end of a line."""
+    assert read(tmp_path, '{"prompt": "a\u2028b"}\r\n') == [[97, 0x2028, 98]]
 
 
 @pytest.mark.parametrize(

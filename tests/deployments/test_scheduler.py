@@ -349,3 +349,18 @@ def test_impossible_shapes_are_refused(fields: tuple[int, int, int], message: st
     """Catches an engine that starts and then fails in its first draft."""
     with pytest.raises(ValueError, match=message):
         TreeShape(*fields)
+
+
+def test_texts_end_within_the_context() -> None:
+    """Catches positions past the model's RoPE table where the pool would hold more than the context."""
+    scheduler = Scheduler(PageAllocator(100, 4), SHAPES[0], 2, 4, max_positions=20)
+    assert scheduler.max_request_tokens() == 20
+    scheduler.submit(ScheduledRequest(0, [1] * 8, SamplingParams(), 12, Sink(13)))
+    with pytest.raises(ValueError, match="8 prompt tokens and 13 new ones exceed the model's context of 20"):
+        scheduler.submit(ScheduledRequest(1, [1] * 8, SamplingParams(), 13, Sink(13)))
+
+
+def test_a_pool_too_small_for_any_request_is_refused() -> None:
+    """Catches a server that starts and then refuses every request, with a negative context."""
+    with pytest.raises(ValueError, match="num_pages: 2 pages of 4 tokens hold no request"):
+        Scheduler(PageAllocator(2, 4), TreeShape(8, 4, 4), 1, 1)

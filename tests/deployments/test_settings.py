@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from eyas.deployments.settings import EngineSettings
@@ -21,6 +23,7 @@ def test_no_speculation_is_one_node() -> None:
         ({"dtype": "float16"}, "dtype"),
         ({"tensor_parallel_size": 0}, "tensor_parallel_size"),
         ({"num_pages": "many"}, "num_pages"),
+        ({"draft_depth": 1000}, "draft_depth"),
     ],
 )
 def test_bad_fields_are_named(fields: dict[str, object], message: str) -> None:
@@ -38,7 +41,13 @@ def test_a_budget_beyond_the_candidates_is_refused_with_the_remedy() -> None:
 def test_unknown_model_and_head_are_named() -> None:
     """A late failure inside a worker instead of one line at start."""
     with pytest.raises(ValueError, match="model: nowhere"):
-        EngineSettings(model="nowhere", speculate=False).engine_spec()
+        EngineSettings(model="nowhere").engine_spec()
+
+
+def test_a_pool_too_small_is_refused_at_start(tiny_models: Any) -> None:
+    """A server that starts and can then take no request at all."""
+    with pytest.raises(ValueError, match="num_pages: 1 pages of 2 tokens hold no request"):
+        EngineSettings(model=str(tiny_models.target()), speculate=False, num_pages=1, page_size=2).engine_spec()
 
 
 def test_bundles_hold_the_engine() -> None:

@@ -109,3 +109,13 @@ def test_stale_rings_of_dead_owners_are_swept_and_living_ones_kept() -> None:
     assert (SHM / living.handle.name).exists()
     assert living.handle.name.split("-")[1] == str(os.getpid())
     living.unlink()
+
+
+def test_a_ring_without_room_is_refused_and_leaves_nothing() -> None:
+    """A writer killed by SIGBUS in mid-service where /dev/shm is small, as in a container."""
+    memory = os.statvfs("/dev/shm")
+    num_rows = memory.f_frsize * memory.f_blocks // 1024 + 1
+    before = set(Path("/dev/shm").glob("eyas-*"))
+    with pytest.raises(RuntimeError, match="no room for the .* MiB of an exchange ring"):
+        HiddenStateExchange.create(1, num_rows, 256, torch.float32)
+    assert set(Path("/dev/shm").glob("eyas-*")) == before

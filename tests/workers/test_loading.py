@@ -80,7 +80,15 @@ def test_what_cannot_work_is_refused_at_start(changes: dict[str, Any], message: 
 def test_missing_device_is_named(tiny_models: TinyModels) -> None:
     """Catches a traceback out of torch instead of the setting to change."""
     with pytest.raises(ValueError, match="device: cuda was asked for, .* use cpu"):
-        spec_of(str(tiny_models.target()), None, device="cuda").validate()
+        load_target(spec_of(str(tiny_models.target()), None, device="cuda"))
+
+
+def test_a_process_without_a_device_may_check_settings(
+    tiny_models: TinyModels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a router, from which Ray hides all GPUs, that refuses the device its workers have."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    spec_of(str(tiny_models.target()), None, device="cuda").validate()
 
 
 def test_spec_survives_the_wire(tiny_models: TinyModels) -> None:

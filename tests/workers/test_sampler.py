@@ -203,3 +203,12 @@ def test_parameters_out_of_range_are_refused(fields: dict[str, float], message: 
     """Catches a value that would divide by zero, keep no token, or not fit the noise's key."""
     with pytest.raises(ValueError, match=message):
         SamplingParams(**fields)
+
+
+@pytest.mark.parametrize("top_p", [1.0, 0.9])
+@pytest.mark.parametrize("temperature", [1e-8, 1e-38, 1e-300])
+def test_nearly_zero_temperature_is_greedy(temperature: float, top_p: float) -> None:
+    """Catches logits that overflow when divided, after which any token with a positive one is drawn."""
+    rows = rows_of(SamplingParams(temperature, top_p, seed=3), [5])
+    assert choose_tokens(LOGITS[None], rows).item() == LOGITS.argmax().item()
+    assert not rank_candidates(LOGITS[None], rows, torch.arange(6), 3).log_probs.isnan().any()
