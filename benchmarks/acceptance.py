@@ -51,7 +51,7 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--candidate-noise", choices=["shared", "none"], default="shared")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--shapes", default="1x0x1,4x3x1,6x5x1,4x3x4,6x3x4,8x3x4,8x4x4,12x4x4,16x5x4")
+    parser.add_argument("--shapes", default="1x0x1,4x3x1,6x5x1,6x3x3,8x3x4,8x4x4,12x4x4,16x5x4")
     parser.add_argument("--out", type=Path, default=None, help="path without ending for JSON and PNG")
     args = parser.parse_args()
 

@@ -26,7 +26,7 @@ from eyas.models.catalog import DEFAULT_TARGET, resolve_target
 from eyas.workers.sampling import SamplingParams
 
 PROMPTS = Path(__file__).with_name("prompts.jsonl")
-DEFAULT_SHAPE = {"node_budget": 8, "draft_depth": 4, "width": 4}
+DEFAULT_SHAPE = {"node_budget": 8, "draft_depth": 3, "width": 4}
 OTHER_SHAPES = [{"node_budget": 16, "draft_depth": 5, "width": 4}, {"node_budget": 6, "draft_depth": 5, "width": 1}]
 
 

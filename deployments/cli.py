@@ -1,16 +1,5 @@
-"""Entry point of `eyas`: prepares the process before anything loads torch, then runs the command."""
+"""Entry point of `eyas`."""
 
-from __future__ import annotations
+from eyas.deployments.commands import run as main
 
-import os
-
-from eyas.workers.threads import THREAD_ENVIRONMENT
-
-
-def main() -> None:
-    """Run `eyas`."""
-    for name, value in THREAD_ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
-    from eyas.deployments.commands import run
-
-    run()
+__all__ = ["main"]

@@ -26,7 +26,7 @@ class EngineSettings(BaseModel):
     served_model_name: str | None = Field(None, description="id in the API; by default the model's name")
     speculate: bool = Field(True, description="false decodes one token per step, without a drafter")
     node_budget: int = Field(8, ge=1, description="nodes verified per request and step, root included")
-    draft_depth: int = Field(4, ge=1, le=_MAX_DRAFT_DEPTH, description="levels of the draft tree below its root")
+    draft_depth: int = Field(3, ge=1, le=_MAX_DRAFT_DEPTH, description="levels of the draft tree below its root")
     width: int = Field(4, ge=1, description="candidates kept per level")
     tensor_parallel_size: int = Field(1, ge=1, description="target ranks")
     dtype: Literal["bfloat16", "float32"] = "bfloat16"

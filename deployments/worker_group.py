@@ -16,7 +16,7 @@ from eyas.workers.actors import DraftWorker, TargetWorker, WireAddresses
 from eyas.workers.channel import Outbox, router_inbox
 from eyas.workers.loading import EngineSpec
 from eyas.workers.messages import Shutdown, StepPlan, StepResult
-from eyas.workers.threads import THREAD_ENVIRONMENT
+from eyas.workers.threads import thread_environment
 
 _POLL_S = 0.2
 
@@ -54,7 +54,7 @@ class WorkerGroup:
         self._outboxes: list[Outbox] = []
         self._runs: list[Any] = []
         cpus = float(spec.num_threads)
-        environment = {"env_vars": {**THREAD_ENVIRONMENT, "OMP_NUM_THREADS": str(spec.num_threads)}}
+        environment = {"env_vars": {**thread_environment(), "OMP_NUM_THREADS": str(spec.num_threads)}}
         self._ranks: list[Any] = [
             ray.remote(max_restarts=0)(TargetWorker)
             .options(

@@ -1,7 +1,15 @@
-"""How CPU threads wait for one another.
+"""How the CPU threads of separate worker processes wait for one another.
 
 Target, drafter and router take turns on the same cores. Threads that spin at the end of a parallel region, the default
-of OpenMP, then hold the core that the next process needs; on two shared cores that made steps ten times slower.
+of OpenMP, hold the core that the next process needs; threads that sleep at once pay a wake-up at every region. Workers
+therefore spin for a short while, then sleep. Offline use has one process and keeps OpenMP's default.
 """
 
-THREAD_ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE"}
+import os
+
+_DEFAULTS = {"GOMP_SPINCOUNT": "20000"}
+
+
+def thread_environment() -> dict[str, str]:
+    """Variables for worker processes; whatever the user has set stays."""
+    return {name: os.environ.get(name, value) for name, value in _DEFAULTS.items()}
