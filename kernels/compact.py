@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 
-def compact(caches: list[Tensor], source_slots: Tensor, destination_slots: Tensor) -> None:
-    """Copy cache rows from `source_slots [M]` to `destination_slots [M]`, in place, in every cache `[S, ...]`.
+def compact(caches: Tensor, source_slots: Tensor, destination_slots: Tensor) -> None:
+    """Copy rows from `source_slots [M]` to `destination_slots [M]`, in place, in all caches `[C, S, ...]` at once.
 
     Source and destination may overlap: all sources are read before any destination is written.
     """
@@ -15,5 +15,4 @@ def compact(caches: list[Tensor], source_slots: Tensor, destination_slots: Tenso
         raise ValueError(f"{source_slots.numel()} source slots for {destination_slots.numel()} destinations")
     if torch.equal(source_slots, destination_slots):
         return
-    for cache in caches:
-        cache[destination_slots] = cache[source_slots]
+    caches.index_copy_(1, destination_slots, caches.index_select(1, source_slots))

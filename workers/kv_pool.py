@@ -32,20 +32,21 @@ class PoolLayout:
 
 
 class KVPool:
-    """Keys and values of every layer, `[S, Hkv, D]` each."""
+    """Keys and values of every layer, in one block so that a move touches all layers at once.
+
+    Args:
+        caches: `[2 * layers, S, Hkv, D]`; `keys[l]` and `values[l]` are views of it, `[S, Hkv, D]`.
+    """
 
     def __init__(
         self, layout: PoolLayout, num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype,
         device: torch.device,
     ) -> None:  # fmt: skip
         self.layout = layout
-        shape = (layout.num_slots, num_kv_heads, head_dim)
-        self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
-        self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
-
-    @property
-    def caches(self) -> list[Tensor]:
-        return [*self.keys, *self.values]
+        shape = (2 * num_layers, layout.num_slots, num_kv_heads, head_dim)
+        self.caches = torch.zeros(shape, dtype=dtype, device=device)
+        self.keys = list(self.caches[:num_layers])
+        self.values = list(self.caches[num_layers:])
 
     def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """Store rows `[T, Hkv, D]` at `slots [T]`."""

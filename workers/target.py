@@ -14,9 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from eyas.kernels.build import TreeLinks, ancestor_mask, full_mask, node_depths, tree_links
+from eyas.kernels.build import ancestor_mask, full_mask
 from eyas.kernels.compact import compact
-from eyas.kernels.tree import DraftTrees
 from eyas.kernels.verify import AcceptedPaths, verify_walk
 from eyas.models.llama import LlamaDecoder
 from eyas.workers.kv_pool import KVPool, PageTable, PoolLayout
@@ -24,6 +23,7 @@ from eyas.workers.messages import AcceptedRun, StepPlan
 from eyas.workers.sampler import RowSampling, choose_tokens
 from eyas.workers.sampling import SamplingParams
 from eyas.workers.segments import PagedAttention, Segment, causal_segment
+from eyas.workers.tree_batch import TreeBatch
 
 
 @dataclass(slots=True)
@@ -153,14 +153,14 @@ class TargetRunner:
         for request_id, pages in plan.new_pages.items():
             self._requests[request_id].pages.append(pages)
 
-    def _add_trees(self, plan: StepPlan, trees: dict[int, tuple[list[int], list[int]]], rows: _StepRows) -> _TreeBatch:
+    def _add_trees(self, plan: StepPlan, trees: dict[int, tuple[list[int], list[int]]], rows: _StepRows) -> TreeBatch:
         """Lay out the trees of all decoding requests as the first rows of the step and as one padded segment."""
         requests = [self._requests[item.request_id] for item in plan.decode]
         drafted = [
             trees.get(item.request_id) or ([_root_of(request)], [-1])
             for item, request in zip(plan.decode, requests, strict=True)
         ]
-        batch = _TreeBatch.build(drafted, [request.num_committed for request in requests], self.device)
+        batch = TreeBatch.build(drafted, [request.num_committed for request in requests], self.device)
         max_keys = max(
             request.num_committed + len(tokens) for request, (tokens, _) in zip(requests, drafted, strict=True)
         )
@@ -192,7 +192,7 @@ class TargetRunner:
         request = self._requests[request_id]
         return request.num_committed + length == len(request.prompt_ids)
 
-    def _scored_rows(self, plan: StepPlan, batch: _TreeBatch | None, chunk_rows: list[int]) -> _ScoredRows:
+    def _scored_rows(self, plan: StepPlan, batch: TreeBatch | None, chunk_rows: list[int]) -> _ScoredRows:
         """Rows whose next token matters: every tree node, and the last row of each chunk that ends its prompt."""
         index: list[int] = []
         owners: list[int] = []
@@ -235,7 +235,7 @@ class TargetRunner:
             dist.broadcast(chosen, group=parallel.group, group_src=0)
         return chosen
 
-    def _commit_path(self, request_id: int, batch: _TreeBatch, accepted: AcceptedPaths, row: int) -> AcceptedRun:
+    def _commit_path(self, request_id: int, batch: TreeBatch, accepted: AcceptedPaths, row: int) -> AcceptedRun:
         request = self._requests[request_id]
         tokens = accepted.emitted_tokens(batch.trees, row)
         run = AcceptedRun(request_id, request.num_committed, len(tokens), tokens)
@@ -243,7 +243,7 @@ class TargetRunner:
         request.root = tokens[-1]
         return run
 
-    def _compact_paths(self, runs: list[AcceptedRun], batch: _TreeBatch, accepted: AcceptedPaths) -> None:
+    def _compact_paths(self, runs: list[AcceptedRun], batch: TreeBatch, accepted: AcceptedPaths) -> None:
         """Move every accepted path's KV to the front of its request's tree block, all layers at once."""
         sources, destinations = [], []
         for row, run in enumerate(runs):
@@ -272,48 +272,6 @@ class _ScoredRows:
     index: list[int]
     owners: list[int]
     positions: list[int]
-
-
-@dataclass(frozen=True, slots=True)
-class _TreeBatch:
-    """The step's trees with everything verify needs.
-
-    Args:
-        row_index: flat row of each node, padding repeating the root's, int64 `[B, N]`.
-        depths: per request, per node.
-    """
-
-    trees: DraftTrees
-    links: TreeLinks
-    committed: Tensor
-    row_index: Tensor
-    is_real: Tensor
-    depths: list[list[int]]
-    num_rows: int
-
-    @property
-    def is_uniform(self) -> bool:
-        return self.num_rows == self.row_index.numel()
-
-    @staticmethod
-    def build(drafted: list[tuple[list[int], list[int]]], committed: list[int], device: torch.device) -> _TreeBatch:
-        from eyas.kernels.tree import pad_trees
-
-        trees = pad_trees(drafted)
-        trees.validate()
-        trees = DraftTrees(trees.tokens.to(device), trees.parents.to(device), trees.num_nodes.to(device))
-        first_rows = torch.cumsum(trees.num_nodes, dim=0) - trees.num_nodes
-        nodes = torch.arange(trees.max_nodes, device=device)
-        is_real = nodes < trees.num_nodes[:, None]
-        return _TreeBatch(
-            trees=trees,
-            links=tree_links(trees),
-            committed=torch.tensor(committed, device=device),
-            row_index=first_rows[:, None] + torch.where(is_real, nodes, 0),
-            is_real=is_real,
-            depths=node_depths(trees).tolist(),
-            num_rows=int(trees.num_nodes.sum()),
-        )
 
 
 def _root_of(request: TargetRequest) -> int:

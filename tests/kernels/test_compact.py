@@ -16,11 +16,10 @@ NUM_NODES = 6
 PATHS = [[0, *rest] for length in range(NUM_NODES) for rest in combinations(range(1, NUM_NODES), length)]
 
 
-def random_caches(num_slots: int) -> list[Tensor]:
-    """Caches of two layers and of a head with another shape; every row differs."""
-    shapes = [(num_slots, 2, 4), (num_slots, 2, 4), (num_slots, 3)]
+def random_caches(num_slots: int) -> Tensor:
+    """Keys and values of two layers; every row differs."""
     generator = torch.Generator().manual_seed(num_slots)
-    return [torch.randn(shape, generator=generator) for shape in shapes]
+    return torch.randn(4, num_slots, 2, 3, generator=generator)
 
 
 def copied_by_hand(cache: Tensor, source_slots: list[int], destination_slots: list[int]) -> Tensor:
