@@ -99,7 +99,7 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
     option("--num-pages", field="num_pages")
     option("--page-size", field="page_size")
     option("--max-prefill-tokens", field="max_prefill_tokens")
-    parser.add_argument("--threads", type=int, default=None, help="CPU threads of each worker [cores / tp]")
+    parser.add_argument("--threads", type=int, default=None, help="CPU threads of each target rank [cores / tp]")
     parser.add_argument("--no-speculation", action="store_true", help="one token per step, without a drafter")
     parser.add_argument(
         "--candidate-noise", choices=["shared", "none"], default="shared",

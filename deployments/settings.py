@@ -36,8 +36,9 @@ class EngineSettings(BaseModel):
     max_batch_size: int = Field(32, ge=1, description="requests decoded together")
     max_queue_size: int = Field(256, ge=1, description="requests waiting before new ones get 429")
     max_prefill_tokens: int = Field(512, ge=1, description="prompt tokens processed per step")
-    threads_per_worker: int = Field(2, ge=1, description="CPU threads, and CPUs reserved, of each worker")
+    threads_per_worker: int = Field(2, ge=1, description="CPU threads of a target rank, and CPUs per worker")
     shares_noise: bool = Field(True, description="draft with the target's noise; false is plain top-k, to compare")
+    drafter_threads: int = Field(1, ge=1, description="CPU threads of the drafter's process")
     drafter_gpu_fraction: float = Field(0.1, gt=0, lt=1, description="share of rank 0's GPU kept for the drafter")
 
     @property
@@ -77,6 +78,7 @@ class EngineSettings(BaseModel):
             num_pages=self.num_pages,
             page_size=self.page_size,
             num_threads=self.threads_per_worker,
+            drafter_num_threads=self.drafter_threads,
             tensor_parallel_size=self.tensor_parallel_size,
             shares_noise=self.shares_noise,
         )

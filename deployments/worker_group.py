@@ -54,13 +54,12 @@ class WorkerGroup:
         self._outboxes: list[Outbox] = []
         self._runs: list[Any] = []
         cpus = float(spec.num_threads)
-        environment = {"env_vars": {**thread_environment(), "OMP_NUM_THREADS": str(spec.num_threads)}}
         self._ranks: list[Any] = [
             ray.remote(max_restarts=0)(TargetWorker)
             .options(
                 **rank_resources(rank, gpus_per_rank, drafter_gpu_fraction, cpus),
                 scheduling_strategy=in_bundle(placement_group, rank),
-                runtime_env=environment,
+                runtime_env={"env_vars": thread_environment(spec.num_threads)},
             )
             .remote(spec, self._sockets.name, rank)
             for rank in range(spec.tensor_parallel_size)
@@ -72,7 +71,7 @@ class WorkerGroup:
                 .options(
                     **drafter_resources(gpus_per_rank, drafter_gpu_fraction, cpus),
                     scheduling_strategy=in_bundle(placement_group, DRAFTER_BUNDLE_INDEX),
-                    runtime_env=environment,
+                    runtime_env={"env_vars": thread_environment(spec.drafter_num_threads)},
                 )
                 .remote(spec, self._sockets.name)
             )

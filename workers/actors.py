@@ -29,8 +29,8 @@ class WireAddresses(msgspec.Struct, frozen=True):
 class _Worker:
     """What both kinds of worker share: a ZeroMQ context and an inbox, a file in the engine's `socket_folder`."""
 
-    def __init__(self, spec: EngineSpec, socket_folder: str, name: str) -> None:
-        torch.set_num_threads(spec.num_threads)
+    def __init__(self, spec: EngineSpec, socket_folder: str, name: str, num_threads: int) -> None:
+        torch.set_num_threads(num_threads)
         self.spec = spec
         self.context = zmq.Context[Any](1)
         self.inbox = worker_inbox(self.context, f"ipc://{Path(socket_folder, name)}")
@@ -44,7 +44,7 @@ class TargetWorker(_Worker):
     """One tensor-parallel rank of the target."""
 
     def __init__(self, spec: EngineSpec, socket_folder: str, rank: int) -> None:
-        super().__init__(spec, socket_folder, f"target-{rank}")
+        super().__init__(spec, socket_folder, f"target-{rank}", spec.num_threads)
         self._rank = rank
         self._rendezvous = Rendezvous(spec.tensor_parallel_size) if rank == 0 else None
 
@@ -95,7 +95,7 @@ class DraftWorker(_Worker):
     """The drafter."""
 
     def __init__(self, spec: EngineSpec, socket_folder: str) -> None:
-        super().__init__(spec, socket_folder, "drafter")
+        super().__init__(spec, socket_folder, "drafter", spec.drafter_num_threads)
 
     def load(self, exchange: ExchangeHandle) -> None:
         """Load the head and attach to rank 0's ring."""

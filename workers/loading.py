@@ -24,7 +24,8 @@ class EngineSpec(msgspec.Struct, frozen=True):
 
     Args:
         head_folder: None serves without speculation.
-        num_threads: torch threads of each worker process.
+        num_threads: torch threads of each target rank, or of the one process of an offline engine.
+        drafter_num_threads: torch threads of a drafter in a process of its own.
         shares_noise: see `DraftRunner`.
     """
 
@@ -37,6 +38,7 @@ class EngineSpec(msgspec.Struct, frozen=True):
     num_threads: int
     tensor_parallel_size: int = 1
     shares_noise: bool = True
+    drafter_num_threads: int = 1
 
     @property
     def layout(self) -> PoolLayout:

@@ -7,9 +7,10 @@ therefore spin for a short while, then sleep. Offline use has one process and ke
 
 import os
 
-_DEFAULTS = {"GOMP_SPINCOUNT": "20000"}
+_DEFAULTS = {"GOMP_SPINCOUNT": "100000"}
 
 
-def thread_environment() -> dict[str, str]:
-    """Variables for worker processes; whatever the user has set stays."""
-    return {name: os.environ.get(name, value) for name, value in _DEFAULTS.items()}
+def thread_environment(num_threads: int) -> dict[str, str]:
+    """Variables for a worker process of `num_threads` threads; how they wait stays as the user has set it."""
+    waiting = {name: os.environ.get(name, value) for name, value in _DEFAULTS.items()}
+    return {**waiting, "OMP_NUM_THREADS": str(num_threads)}
