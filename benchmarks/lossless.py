@@ -55,14 +55,17 @@ def transformers_texts(args: argparse.Namespace) -> list[list[int]]:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     torch.set_num_threads(args.threads)
     answers = []
+    prompts = read_prompts(args.prompts, tokenizer)[: args.limit]
     with progress_bar() as progress, torch.inference_mode():
-        for prompt in progress.track(read_prompts(args.prompts, tokenizer)[: args.limit], description="transformers"):
+        task = progress.add_task("transformers", total=len(prompts), note="")
+        for prompt in prompts:
             ids = torch.tensor([prompt])
             # The mask is given: transformers would take end-of-turn tokens within the prompt for padding.
             output = model.generate(
                 ids, attention_mask=torch.ones_like(ids), max_new_tokens=args.max_tokens, do_sample=False
             )
             answers.append(output[0, len(prompt) :].tolist())
+            progress.advance(task)
     return answers
 
 
