@@ -82,7 +82,7 @@ class EngineSettings(BaseModel):
             tensor_parallel_size=self.tensor_parallel_size,
             shares_noise=self.shares_noise,
         )
-        spec.validate()
+        spec.validate(self.tree_shape().draft_depth)
         self.new_scheduler(spec)
         return spec
 

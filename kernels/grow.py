@@ -50,6 +50,10 @@ class TreeGrowth:
         self._num_pooled = 1  # the root
         self.frontier: Frontier
 
+    def num_candidates(self, level: int) -> int:
+        """Candidates per parent asked for at a level, the first being 1."""
+        return self.width
+
     def start(self, tokens: Tensor, log_probs: Tensor) -> Frontier:
         """Pool the root's children `[B, W]`, best first, and make all of them survivors."""
         self._check(tokens, log_probs, (tokens.shape[0], self.width))

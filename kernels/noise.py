@@ -42,12 +42,18 @@ def stream_key(seed: int, position: int) -> tuple[int, int]:
 
 
 def gumbel_noise(keys: list[tuple[int, int]], token_ids: Tensor) -> Tensor:
-    """Standard Gumbel draws, float32 `[len(keys), V]`, for the ids `token_ids [V]` under each stream key."""
+    """Standard Gumbel draws under each stream key, float32 `[len(keys), V]`.
+
+    Args:
+        token_ids: the ids to draw for, `[V]`, or each key's own, `[len(keys), V]`.
+    """
     words = torch.tensor(keys, dtype=torch.int64, device=token_ids.device).reshape(-1, 2)
-    noise = torch.empty(len(keys), token_ids.numel(), dtype=torch.float32, device=token_ids.device)
+    noise = torch.empty(len(keys), token_ids.shape[-1], dtype=torch.float32, device=token_ids.device)
+    ids = token_ids.expand(len(keys), -1)
     # In blocks that stay in cache: the 64-bit intermediates of a whole batch would not.
-    for out, block in zip(noise.split(_KEYS_PER_BLOCK), words.split(_KEYS_PER_BLOCK), strict=True):
-        bits = _mix(_mix(token_ids ^ block[:, :1]) ^ block[:, 1:])
+    blocks = (x.split(_KEYS_PER_BLOCK) for x in (noise, words, ids))
+    for out, block, block_ids in zip(*blocks, strict=True):
+        bits = _mix(_mix(block_ids ^ block[:, :1]) ^ block[:, 1:])
         uniform = bits.to(torch.float64).add_(0.5).mul_(2.0**-32)
         out.copy_(uniform.log_().neg_().log_().neg_())
     return noise

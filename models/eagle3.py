@@ -9,7 +9,6 @@ Letters: T rows, H head hidden, Ht target hidden, A captured layers, V target vo
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,11 +16,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from eyas.models.attention import Attention
-from eyas.models.checkpoint import Checkpoint
-from eyas.models.config import DecoderConfig, read_json, require_fields
+from eyas.models.checkpoint import TensorSource, read_tensors
+from eyas.models.config import DecoderConfig, require_fields
+from eyas.models.head import Candidates, DraftHead, HeadCache, Ranker
+from eyas.models.head_files import HeadFiles, HeadOptions
 from eyas.models.layers import GatedMLP, RMSNorm, SelfAttention
 from eyas.models.linear import Linear
 from eyas.models.rope import RotaryTable
+from eyas.models.target_weights import TargetWeights
 
 _OPTIONAL_TENSORS = ("d2t", "t2d", "embed_tokens.weight")
 
@@ -44,6 +46,19 @@ class Eagle3Config:
     draft_vocab_size: int
     aux_layers: tuple[int, ...]
     raw: dict[str, Any]
+
+    @property
+    def capture(self) -> tuple[int, ...]:
+        return self.aux_layers
+
+    @property
+    def max_depth(self) -> None:
+        return None
+
+    @staticmethod
+    def normalise(files: HeadFiles, target: DecoderConfig, options: HeadOptions) -> Eagle3Config:
+        """See `HeadKind.normalise`."""
+        return Eagle3Config.from_dict(files.config, target)
 
     @staticmethod
     def from_dict(raw: dict[str, Any], target: DecoderConfig) -> Eagle3Config:
@@ -103,7 +118,7 @@ class Eagle3Config:
         )
 
 
-class Eagle3Head(nn.Module):
+class Eagle3Head(DraftHead):
     """The head's one layer. The embedding is the target's own unless the checkpoint has another.
 
     `extend` runs over committed tokens with true target features, `step` over drafted tokens with the head's states.
@@ -118,6 +133,9 @@ class Eagle3Head(nn.Module):
         """
         super().__init__()
         self.config = config
+        self.capture = config.capture
+        self.dtype, self.device = embedding.dtype, embedding.device
+        self.cache = HeadCache(1, config.num_heads, config.num_kv_heads, config.head_dim, config.head_dim)
         eps = config.rms_norm_eps
 
         def linear(*names: str) -> Linear:
@@ -162,6 +180,9 @@ class Eagle3Head(nn.Module):
         residual = states + self.attention(fused, rotation, attention)
         updated: Tensor = residual + self.mlp(self.mlp_norm(residual))
         return updated
+
+    def candidates(self, states: Tensor, levels: range, ranker: Ranker) -> Candidates:
+        return ranker.rank(self.logits(states), self.candidate_ids)
 
     def logits(self, states: Tensor) -> Tensor:
         """Scores of the draft vocabulary after each state, `[T, Vd]`; column j stands for `candidate_ids[j]`."""
@@ -215,44 +236,39 @@ def tensor_shapes(config: Eagle3Config) -> dict[str, tuple[int, ...]]:
 
 
 def load_eagle3(
-    folder: Path, target: DecoderConfig, target_folder: Path, dtype: torch.dtype, device: torch.device
+    files: HeadFiles, target: TargetWeights, options: HeadOptions, dtype: torch.dtype, device: torch.device
 ) -> Eagle3Head:
-    """Load a published EAGLE-3 folder for a target.
-
-    Raises:
-        ValueError: naming the field or tensor, with what was expected and found.
-    """
-    config = Eagle3Config.from_dict(read_json(folder / "config.json"), target)
-    checkpoint = Checkpoint(folder)
-    for name in sorted(set(checkpoint.names).difference(tensor_shapes(config), _OPTIONAL_TENSORS)):
+    """See `HeadKind.load`."""
+    config, source = Eagle3Config.normalise(files, target.config, options), files.tensors
+    for name in sorted(set(source.names).difference(tensor_shapes(config), _OPTIONAL_TENSORS)):
         if not name.endswith("rotary_emb.inv_freq"):  # some exports carry this derived table
-            raise ValueError(f"{folder}: tensor {name} belongs to a variant of EAGLE-3 that is not supported")
-    tensors = {name: checkpoint.read(name, shape, dtype).to(device) for name, shape in tensor_shapes(config).items()}
-    tensors["d2t"] = _vocabulary_map(checkpoint, config, target).to(device)
-    for name, tensor in tensors.items():
-        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
-            raise ValueError(f"{folder}: tensor {name} holds NaN or infinity")
-    embedding_shape = (target.vocab_size, target.hidden_size)
-    embedding = checkpoint.read_optional("embed_tokens.weight", embedding_shape, dtype)
-    if embedding is None:
-        embedding = Checkpoint(target_folder).read("model.embed_tokens.weight", embedding_shape, dtype)
-    return Eagle3Head(config, tensors, embedding.to(device), target.max_positions).eval()
+            raise ValueError(f"{source.origin}: tensor {name} belongs to a variant of EAGLE-3 that is not supported")
+    tensors = read_tensors(source, tensor_shapes(config), dtype)
+    tensors["d2t"] = _vocabulary_map(source, config, target.config)
+    tensors = {name: tensor.to(device) for name, tensor in tensors.items()}
+    if "embed_tokens.weight" in source.names:
+        embedding_shape = (target.config.vocab_size, target.config.hidden_size)
+        embedding = source.read("embed_tokens.weight", embedding_shape, dtype)
+    else:
+        embedding = target.embedding(dtype)
+    return Eagle3Head(config, tensors, embedding.to(device), target.config.max_positions)
 
 
-def _vocabulary_map(checkpoint: Checkpoint, config: Eagle3Config, target: DecoderConfig) -> Tensor:
+def _vocabulary_map(source: TensorSource, config: Eagle3Config, target: DecoderConfig) -> Tensor:
     """Offsets from draft to target ids, checked: strictly increasing, within the vocabulary, agreeing with `t2d`."""
-    size, folder = config.draft_vocab_size, checkpoint.folder
-    if "d2t" not in checkpoint:
+    size, folder = config.draft_vocab_size, source.origin
+    if "d2t" not in source.names:
         if size != target.vocab_size:
             raise ValueError(
                 f"{folder}: tensor d2t is missing, but draft_vocab_size is {size}, not {target.vocab_size}"
             )
         return torch.zeros(size, dtype=torch.int64)
-    offsets = checkpoint.read("d2t", (size,), torch.int64)
+    offsets = source.read("d2t", (size,), torch.int64)
     ids = torch.arange(size) + offsets
     if int(ids.min()) < 0 or int(ids.max()) >= target.vocab_size or bool((ids.diff() <= 0).any()):
         raise ValueError(f"{folder}: d2t must map to strictly increasing ids below {target.vocab_size}")
-    in_draft = checkpoint.read_optional("t2d", (target.vocab_size,), torch.bool)
+    has_mask = "t2d" in source.names
+    in_draft = source.read("t2d", (target.vocab_size,), torch.bool) if has_mask else None
     if size == target.vocab_size and in_draft is not None and not bool(in_draft.any()):
         in_draft = None  # heads over the whole vocabulary are published with both maps zero
     if in_draft is not None and not torch.equal(in_draft.nonzero().squeeze(1), ids):

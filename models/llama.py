@@ -189,7 +189,7 @@ class _RankReader:
         ]
         present = [bias for bias in biases if bias is not None]
         if present and len(present) != len(names):
-            raise ValueError(f"{self.checkpoint.folder}: only some of {names} have a bias")
+            raise ValueError(f"{self.checkpoint.origin}: only some of {names} have a bias")
         bias = torch.cat([self.parallel.shard(bias, 0) for bias in present]).to(self.device) if present else None
         return Linear(torch.cat(parts).to(self.device), bias)
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from eyas.models.attention import PLAIN_ATTENTION, AttentionOptions
 from eyas.models.eagle3 import Eagle3Head
 from eyas.training.dataset import Batch
 
@@ -64,8 +65,12 @@ class ChainAttention:
         bases = torch.tensor(self._batch.first_bases)[:, None] + torch.arange(max(self._counts))  # [B, Q]
         self._mask = (columns > bases[:, :, None])[:, None, None]  # [B, 1, 1, Q, S]
 
-    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def __call__(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions = PLAIN_ATTENTION
+    ) -> Tensor:
         """`query [R, Hq, D]`, `key` and `value [R, Hkv, D]` to `[R, Hq, D]`."""
+        if layer or options != PLAIN_ATTENTION:
+            raise ValueError("only heads of one layer with plain attention can be trained by training-time test")
         query, key, value = (pad_sequence(x.split(self._counts), batch_first=True) for x in (query, key, value))
         self._keys.append(key)
         self._values.append(value)

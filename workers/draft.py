@@ -4,7 +4,7 @@ A plain class: it knows nothing of Ray or sockets. Invariant when a tree is grow
 0 … n - 1, each from (true target feature i, token i + 1), never from the head's own guesses; drafted rows are written
 above n and overwritten by the next `extend`.
 
-Letters: T rows, B requests, W width, K keys of a request's tree block.
+Letters: T rows, B requests, W candidates per parent, E nodes of a level to be extended, S width of a head's state.
 """
 
 from __future__ import annotations
@@ -15,10 +15,12 @@ import torch
 from torch import Tensor
 
 from eyas.kernels.grow import TreeGrowth
-from eyas.models.eagle3 import Eagle3Head
+from eyas.kernels.static_tree import StaticGrowth, TreeChoices
+from eyas.models.attention import PLAIN_ATTENTION, Attention, AttentionOptions
+from eyas.models.head import Candidates, DraftHead
 from eyas.workers.kv_pool import KVPool, PageTable, PoolLayout
 from eyas.workers.messages import AcceptedRun, StepPlan
-from eyas.workers.sampler import Candidates, RowSampling, rank_candidates
+from eyas.workers.sampler import NoiseRanker, RowSampling
 from eyas.workers.sampling import SamplingParams
 from eyas.workers.segments import PagedAttention, Segment, causal_segment
 
@@ -30,7 +32,7 @@ class DraftRequest:
     Args:
         num_covered: positions 0 … num_covered - 1 have draft KV from true target features.
         root: the newest token of the text.
-        state: the head's state after the newest pair, `[H]`; None until the prompt is through.
+        state: the head's state after the newest pair, `[S]`; None until the prompt is through.
     """
 
     prompt_ids: list[int]
@@ -44,19 +46,25 @@ class DraftRequest:
 class DraftRunner:
     """Executes the drafting part of step plans."""
 
-    def __init__(self, head: Eagle3Head, layout: PoolLayout, shares_noise: bool = True) -> None:
+    def __init__(
+        self, head: DraftHead, layout: PoolLayout, shares_noise: bool = True, choices: TreeChoices | None = None
+    ) -> None:
         """Args:
         shares_noise: rank candidates under the target's own noise; False is plain top-k, kept for comparison.
+        choices: shape of every tree; None grows it from the scores.
         """
-        config = head.config
-        self._shares_noise = shares_noise
         self.head = head
-        self.device = head.embedding.device
-        self.dtype = head.embedding.dtype
         self.layout = layout
-        self.pool = KVPool(layout, 1, config.num_kv_heads, config.head_dim, self.dtype, self.device)
-        self._group = config.num_heads // config.num_kv_heads
+        self.device = head.device
+        self.dtype = head.dtype
+        self._shares_noise = shares_noise
+        self._choices = choices
         self._requests: dict[int, DraftRequest] = {}
+        self.pool: KVPool | None = None
+        cache = head.cache
+        if cache is not None:
+            self._group = cache.num_heads // cache.num_kv_heads
+            self.pool = KVPool(layout, cache.num_layers, cache.num_kv_heads, cache.head_dim, self.dtype, self.device)
 
     @property
     def num_granted_pages(self) -> int:
@@ -79,7 +87,7 @@ class DraftRunner:
         """Cover the positions a step committed.
 
         Args:
-            features: true target features, run by run, `[sum of num_committed, A * H]`. The pair of position i takes
+            features: true target features, run by run, `[sum of num_committed, F]`. The pair of position i takes
                 token i + 1: the next prompt token within a prompt (also at the tail of a chunk), else the accepted
                 ones.
         """
@@ -88,62 +96,65 @@ class DraftRunner:
             return
         token_ids: list[int] = []
         positions: list[int] = []
-        slots: list[Tensor] = []
-        segments: list[Segment] = []
         kept: list[Tensor] = []
-        last_rows: list[int] = []
         first = 0
         for run in runs:
-            count = run.num_committed
             request = self._requests.get(run.request_id)
             if request is not None:
-                row = len(token_ids)
-                stop = run.start + count
-                following = (request.prompt_ids[run.start + 1 : stop + 1] + run.tokens)[:count]
-                token_ids += following
+                stop = run.start + run.num_committed
+                token_ids += (request.prompt_ids[run.start + 1 : stop + 1] + run.tokens)[: run.num_committed]
                 positions += range(run.start, stop)
-                keys = request.pages.range(0, stop)
-                slots.append(keys[run.start :])
-                rows = torch.arange(row, row + count, device=self.device)
-                segments.append(causal_segment(rows, keys, run.start, self._group, self.dtype))
-                kept.append(torch.arange(first, first + count))
-                last_rows.append(row + count - 1)
-            first += count
+                kept.append(torch.arange(first, first + run.num_committed))
+            first += run.num_committed
         if len(live) != len(runs):
             features = features[torch.cat(kept)]
         states = self.head.extend(
             features.to(self.device),
             torch.tensor(token_ids, device=self.device),
             torch.tensor(positions, device=self.device),
-            PagedAttention(self.pool, torch.cat(slots), segments),
+            self._run_attention(live),
         )
-        for run, last in zip(live, last_rows, strict=True):
+        row = 0
+        for run in live:
+            row += run.num_committed
             request = self._requests[run.request_id]
             request.num_covered = run.start + run.num_committed
             if run.tokens:
                 request.root = run.tokens[-1]
-                request.state = states[last]
+                request.state = states[row - 1]
+
+    def _run_attention(self, runs: list[AcceptedRun]) -> Attention:
+        if self.pool is None:
+            return _no_attention
+        slots: list[Tensor] = []
+        segments: list[Segment] = []
+        row = 0
+        for run in runs:
+            keys = self._requests[run.request_id].pages.range(0, run.start + run.num_committed)
+            rows = torch.arange(row, row + run.num_committed, device=self.device)
+            slots.append(keys[run.start :])
+            segments.append(causal_segment(rows, keys, run.start, self._group, self.dtype))
+            row += run.num_committed
+        return PagedAttention(self.pool, torch.cat(slots), segments)
 
     @torch.inference_mode()
     def draft(self, plan: StepPlan) -> dict[int, tuple[list[int], list[int]]]:
         """Grow a tree for every request that has a node budget above 1; returns (tokens, parents) per request id."""
+        depth = plan.draft_depth if self.head.max_depth is None else min(plan.draft_depth, self.head.max_depth)
         items = [item for item in plan.decode if item.num_nodes > 1]
-        if not items or plan.draft_depth < 1:
+        if not items or depth < 1:
             return {}
         requests = [self._requests[item.request_id] for item in items]
-        width = min(plan.width, self.head.config.draft_vocab_size)
-        growth = TreeGrowth(width)
-        states = torch.stack([_state_of(request) for request in requests])  # [B, H]
-        first = self._rank(states, requests, depth=1, width=width, rows_each=1)
-        frontier = growth.start(first.tokens, first.log_probs)
-        parent_states = states[:, None].expand(-1, width, -1)
-        levels = _LevelAttention(self, requests, width)
-        for depth in range(2, plan.draft_depth + 1):
-            states = levels.step(self.head, parent_states, frontier.tokens, frontier.parent_ranks)  # [B, W, H]
-            ranked = self._rank(states.flatten(0, 1), requests, depth=depth, width=width, rows_each=width)
-            shape = (len(requests), width, width)
-            frontier = growth.expand(ranked.tokens.view(shape), ranked.log_probs.view(shape))
-            parent_states = states.gather(1, frontier.parent_ranks[:, :, None].expand_as(states))
+        growth: TreeGrowth | StaticGrowth
+        if self._choices is None:
+            growth = TreeGrowth(min(plan.width, self.head.candidate_ids.numel()))
+        else:
+            choices = self._choices.truncated(depth)
+            growth, depth = StaticGrowth(choices), choices.depth
+        if self.head.is_path_dependent:
+            self._grow_paths(growth, requests, depth)
+        else:
+            self._grow_product(growth, requests, depth)
         roots = torch.tensor([request.root for request in requests], device=self.device)
         budgets = torch.tensor([item.num_nodes for item in items], device=self.device)
         trees = growth.finish(roots, budgets)
@@ -152,32 +163,65 @@ class DraftRunner:
             item.request_id: (tokens[row][: counts[row]], parents[row][: counts[row]]) for row, item in enumerate(items)
         }
 
-    def _rank(self, states: Tensor, requests: list[DraftRequest], depth: int, width: int, rows_each: int) -> Candidates:
-        """Candidates for the level `depth` below the roots, from `rows_each` parent states per request."""
+    def _grow_paths(self, growth: TreeGrowth | StaticGrowth, requests: list[DraftRequest], depth: int) -> None:
+        """Level by level: the head reads what the level above chose."""
+        batch = len(requests)
+        states = torch.stack([_state_of(request) for request in requests])[:, None]  # [B, 1, S]
+        levels = _LevelAttention(self, requests)
+        for level in range(1, depth + 1):
+            width = growth.num_candidates(level)
+            ranked = self._rank(states.flatten(0, 1), requests, range(level, level + 1), width, states.shape[1])
+            tokens, log_probs = (x.view(batch, -1, width) for x in (ranked.tokens, ranked.log_probs))
+            frontier = growth.start(tokens[:, 0], log_probs[:, 0]) if level == 1 else growth.expand(tokens, log_probs)
+            if level < depth:
+                ranks = frontier.parent_ranks
+                parent_states = states.gather(1, ranks[:, :, None].expand(-1, -1, states.shape[2]))
+                states = levels.step(parent_states, frontier.tokens, ranks)  # [B, E, S]
+
+    def _grow_product(self, growth: TreeGrowth | StaticGrowth, requests: list[DraftRequest], depth: int) -> None:
+        """All levels from one call: a level's candidates are the same under every node of the level above."""
+        states = torch.stack([_state_of(request) for request in requests])
+        widths = [growth.num_candidates(level) for level in range(1, depth + 1)]
+        ranked = self._rank(states, requests, range(1, depth + 1), max(widths), 1)
+        tokens, log_probs = (x.view(len(requests), depth, -1) for x in (ranked.tokens, ranked.log_probs))
+        frontier = growth.start(tokens[:, 0, : widths[0]], log_probs[:, 0, : widths[0]])
+        for level in range(1, depth):
+            shape = (-1, frontier.tokens.shape[1], widths[level])
+            frontier = growth.expand(
+                tokens[:, level, None, : widths[level]].expand(shape),
+                log_probs[:, level, None, : widths[level]].expand(shape),
+            )
+
+    def _rank(
+        self, states: Tensor, requests: list[DraftRequest], levels: range, width: int, rows_each: int
+    ) -> Candidates:
+        """Candidates at `levels` below the roots, from `rows_each` states per request."""
         rows = RowSampling(
-            params=[self._ranking_params(request) for request in requests for _ in range(rows_each)],
-            positions=[request.num_covered + depth for request in requests for _ in range(rows_each)],
+            params=[self._ranking_params(request) for request in requests for _ in range(rows_each * len(levels))],
+            positions=[
+                request.num_covered + level for request in requests for _ in range(rows_each) for level in levels
+            ],
         )
-        return rank_candidates(self.head.logits(states), rows, self.head.candidate_ids, width)
+        return self.head.candidates(states, levels, NoiseRanker(rows, width))
 
     def _ranking_params(self, request: DraftRequest) -> SamplingParams:
         return request.sampling if self._shares_noise else SamplingParams()
 
 
 class _LevelAttention:
-    """Keys of the drafted levels of one draft: level d of a request occupies rows (d - 1) W … d W - 1 of its block."""
+    """Keys of the drafted levels of one draft: level after level, their nodes lie above the covered positions."""
 
-    def __init__(self, runner: DraftRunner, requests: list[DraftRequest], width: int) -> None:
+    def __init__(self, runner: DraftRunner, requests: list[DraftRequest]) -> None:
         self._runner = runner
         self._requests = requests
-        self._width = width
         self._num_levels = 0
-        self._ancestors: Tensor | None = None  # bool [B, W, levels * W]
+        self._ancestors: Tensor | None = None  # bool [B, E, nodes of all levels so far]
+        self._levels: list[int] = []  # level of each of these nodes, the first being 0
 
-    def step(self, head: Eagle3Head, parent_states: Tensor, tokens: Tensor, parent_ranks: Tensor) -> Tensor:
-        """Run the head over one level of survivors `[B, W]`; returns their states `[B, W, H]`."""
-        runner, width = self._runner, self._width
-        batch = len(self._requests)
+    def step(self, parent_states: Tensor, tokens: Tensor, parent_ranks: Tensor) -> Tensor:
+        """Run the head over one level of nodes `[B, E]`; returns their states `[B, E, S]`."""
+        runner = self._runner
+        batch, width = tokens.shape
         own = torch.eye(width, dtype=torch.bool, device=runner.device).expand(batch, width, width)
         if self._ancestors is None:
             ancestors = own
@@ -185,21 +229,23 @@ class _LevelAttention:
             inherited = self._ancestors.gather(1, parent_ranks[:, :, None].expand(-1, -1, self._ancestors.shape[2]))
             ancestors = torch.cat([inherited, own], dim=2)
         self._ancestors = ancestors
-        level = self._num_levels
-        self._num_levels += 1
+        self._levels += [self._num_levels] * width
         covered = torch.tensor([request.num_covered for request in self._requests], device=runner.device)
-        attention = self._attention(covered, ancestors)
-        positions = (covered + level)[:, None].expand(-1, width)
-        states = head.step(parent_states.flatten(0, 1), tokens.flatten(), positions.flatten(), attention)
+        positions = (covered + self._num_levels)[:, None].expand(-1, width)
+        self._num_levels += 1
+        attention = self._attention(covered)
+        states = runner.head.step(parent_states.flatten(0, 1), tokens.flatten(), positions.flatten(), attention)
         return states.view(batch, width, -1)
 
-    def _attention(self, covered: Tensor, ancestors: Tensor) -> PagedAttention:
-        runner, width = self._runner, self._width
-        batch, _, block = ancestors.shape
+    def _attention(self, covered: Tensor) -> Attention:
+        runner = self._runner
+        if runner.pool is None or self._ancestors is None:
+            return _no_attention
+        batch, width, block = self._ancestors.shape
         max_keys = int(covered.max()) + block
         columns = torch.arange(max_keys, device=runner.device) - covered[:, None]  # [B, L]
         in_block = (columns >= 0) & (columns < block)
-        visible = ancestors.gather(2, columns.clamp(0, block - 1)[:, None].expand(-1, width, -1))
+        visible = self._ancestors.gather(2, columns.clamp(0, block - 1)[:, None].expand(-1, width, -1))
         mask = (columns < 0)[:, None] | (in_block[:, None] & visible)
         key_slots, row_slots = [], []
         for request in self._requests:
@@ -209,6 +255,12 @@ class _LevelAttention:
         rows = torch.arange(batch * width, device=runner.device).view(batch, width)
         segment = Segment.build(rows, None, torch.stack(key_slots), mask, runner._group, runner.dtype)
         return PagedAttention(runner.pool, torch.cat(row_slots), [segment])
+
+
+def _no_attention(
+    layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions = PLAIN_ATTENTION
+) -> Tensor:
+    raise RuntimeError("a head that keeps no cache called attention")
 
 
 def _state_of(request: DraftRequest) -> Tensor:

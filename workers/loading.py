@@ -7,11 +7,14 @@ from pathlib import Path
 import msgspec
 import torch
 
-from eyas.models.config import DecoderConfig, read_json
-from eyas.models.eagle3 import Eagle3Config, load_eagle3
+from eyas.kernels.static_tree import TreeChoices
+from eyas.models.config import DecoderConfig
+from eyas.models.head_files import HeadOptions
+from eyas.models.head_loading import HeadConfig, load_head, normalise_head, open_head
 from eyas.models.linear import pack_linears
 from eyas.models.llama import load_decoder
 from eyas.models.parallel import TensorParallel
+from eyas.models.target_weights import TargetWeights
 from eyas.workers.draft import DraftRunner
 from eyas.workers.kv_pool import PoolLayout
 from eyas.workers.target import TargetRunner
@@ -23,7 +26,9 @@ class EngineSpec(msgspec.Struct, frozen=True):
     """Everything a worker process needs to load its share of an engine.
 
     Args:
-        head_folder: None serves without speculation.
+        head_folder: folder or file of the head; None serves without speculation.
+        head_options: what the user says of the head beyond its files.
+        tree_choices: rank paths of a fixed tree; None grows trees from the scores.
         num_threads: torch threads of each target rank, or of the one process of an offline engine.
         drafter_num_threads: torch threads of a drafter in a process of its own.
         shares_noise: see `DraftRunner`.
@@ -39,6 +44,8 @@ class EngineSpec(msgspec.Struct, frozen=True):
     tensor_parallel_size: int = 1
     shares_noise: bool = True
     drafter_num_threads: int = 1
+    head_options: HeadOptions = HeadOptions()
+    tree_choices: tuple[tuple[int, ...], ...] | None = None
 
     @property
     def layout(self) -> PoolLayout:
@@ -53,19 +60,31 @@ class EngineSpec(msgspec.Struct, frozen=True):
     def target_config(self) -> DecoderConfig:
         return DecoderConfig.from_folder(Path(self.target_folder))
 
-    def aux_layers(self) -> tuple[int, ...]:
-        """Residual-stream states the head reads; none without a head."""
-        if self.head_folder is None:
-            return ()
-        return Eagle3Config.from_dict(
-            read_json(Path(self.head_folder) / "config.json"), self.target_config()
-        ).aux_layers
+    def head_config(self) -> HeadConfig | None:
+        """Normalised config of the head; None without one.
 
-    def validate(self) -> None:
+        Raises:
+            ValueError: naming the field that does not fit the target.
+        """
+        if self.head_folder is None:
+            return None
+        return normalise_head(open_head(Path(self.head_folder)), self.target_config(), self.head_options)
+
+    def capture(self) -> tuple[int, ...]:
+        """Target states the head reads; none without a head."""
+        config = self.head_config()
+        return () if config is None else config.capture
+
+    def validate(self, draft_depth: int = 0) -> None:
         """Refuse at start what cannot work anywhere, naming the field; reads no device, the router has none."""
         _ = self.torch_dtype
         self.target_config().check_tensor_parallel(self.tensor_parallel_size)
-        self.aux_layers()
+        config = self.head_config()
+        if config is not None and config.max_depth is not None and draft_depth > config.max_depth:
+            raise ValueError(
+                f"draft_depth: {draft_depth} levels were asked for, but the head has {config.max_depth} heads, one a "
+                f"level; use at most {config.max_depth}"
+            )
 
     def check_device(self) -> None:
         """Refuse a device that this process does not see."""
@@ -78,7 +97,7 @@ def load_target(spec: EngineSpec, parallel: TensorParallel | None = None) -> Tar
     spec.check_device()
     model = load_decoder(Path(spec.target_folder), spec.torch_dtype, torch.device(spec.device), parallel)
     pack_linears(model)
-    return TargetRunner(model, spec.layout, spec.aux_layers())
+    return TargetRunner(model, spec.layout, spec.capture())
 
 
 def load_drafter(spec: EngineSpec) -> DraftRunner | None:
@@ -86,9 +105,8 @@ def load_drafter(spec: EngineSpec) -> DraftRunner | None:
     if spec.head_folder is None:
         return None
     spec.check_device()
-    target_folder = Path(spec.target_folder)
-    head = load_eagle3(
-        Path(spec.head_folder), spec.target_config(), target_folder, spec.torch_dtype, torch.device(spec.device)
-    )
+    target = TargetWeights(Path(spec.target_folder), spec.target_config())
+    head = load_head(Path(spec.head_folder), target, spec.torch_dtype, torch.device(spec.device), spec.head_options)
     pack_linears(head)
-    return DraftRunner(head, spec.layout, spec.shares_noise)
+    choices = None if spec.tree_choices is None else TreeChoices(spec.tree_choices)
+    return DraftRunner(head, spec.layout, spec.shares_noise, choices)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from eyas.kernels.noise import gumbel_noise, stream_key
+from eyas.models.head import Candidates
 from eyas.workers.sampling import SamplingParams
 
 _NUCLEUS_GUESS = 1024
@@ -33,16 +34,19 @@ def perturbed_logits(logits: Tensor, rows: RowSampling, token_ids: Tensor) -> Te
     """Float32 `logits / temperature + noise`, top-p applied; greedy rows are returned unperturbed.
 
     Args:
-        logits: `[T, V]`; column j scores `token_ids[j]`.
+        logits: `[T, V]`; column j scores `token_ids[j]`, or `token_ids[t, j]` if they are `[T, V]`.
     """
     logits = logits.float()
     sampled = [row for row, params in enumerate(rows.params) if params.temperature > 0]
     if not sampled:
         return logits
-    keys = [stream_key(rows.params[row].seed, rows.positions[row]) for row in sampled]
-    key_to_row = {key: row for row, key in enumerate(dict.fromkeys(keys))}
-    noise = gumbel_noise(list(key_to_row), token_ids)[[key_to_row[key] for key in keys]]
     index = torch.tensor(sampled, device=logits.device)
+    keys = [stream_key(rows.params[row].seed, rows.positions[row]) for row in sampled]
+    if token_ids.dim() == 1:
+        key_to_row = {key: row for row, key in enumerate(dict.fromkeys(keys))}
+        noise = gumbel_noise(list(key_to_row), token_ids)[[key_to_row[key] for key in keys]]
+    else:
+        noise = gumbel_noise(keys, token_ids[index])
     divisors = [max(rows.params[row].temperature, _MIN_TEMPERATURE) for row in sampled]
     temperatures = torch.tensor(divisors, device=logits.device)
     scaled = logits[index] / temperatures[:, None]
@@ -77,20 +81,18 @@ def choose_tokens(logits: Tensor, rows: RowSampling) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Candidates:
-    """Best continuations of each row, best first.
+class NoiseRanker:
+    """`Ranker` under the noise the target will use (Gumbel top-k): scores are log-softmax of the *perturbed* logits."""
 
-    Args:
-        tokens: target ids, int64 `[T, W]`.
-        log_probs: score of each: log-softmax of the *perturbed* logits, float32 `[T, W]`.
-    """
+    rows: RowSampling
+    width: int
 
-    tokens: Tensor
-    log_probs: Tensor
+    def rank(self, logits: Tensor, token_ids: Tensor) -> Candidates:
+        """The normaliser runs over the columns given."""
+        scores = perturbed_logits(logits, self.rows, token_ids)
+        best, columns = scores.topk(min(self.width, scores.shape[1]), dim=-1)
+        tokens = token_ids[columns] if token_ids.dim() == 1 else token_ids.gather(1, columns)
+        return Candidates(tokens=tokens, log_probs=best - scores.logsumexp(dim=-1, keepdim=True))
 
-
-def rank_candidates(logits: Tensor, rows: RowSampling, candidate_ids: Tensor, width: int) -> Candidates:
-    """Rank the head's candidates `[T, Vd]` under the noise the target will use (Gumbel top-k)."""
-    scores = perturbed_logits(logits, rows, candidate_ids)
-    best, columns = scores.topk(width, dim=-1)
-    return Candidates(tokens=candidate_ids[columns], log_probs=best - scores.logsumexp(dim=-1, keepdim=True))
+    def shortlist(self, logits: Tensor, token_ids: Tensor, count: int) -> Tensor:
+        return perturbed_logits(logits, self.rows, token_ids).topk(count, dim=-1).indices

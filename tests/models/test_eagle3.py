@@ -12,7 +12,9 @@ from torch import Tensor
 
 from eyas.models.attention import Attention
 from eyas.models.config import DecoderConfig
-from eyas.models.eagle3 import Eagle3Config, Eagle3Head, load_eagle3
+from eyas.models.eagle3 import Eagle3Config, Eagle3Head
+from eyas.models.head_loading import load_head
+from eyas.models.target_weights import TargetWeights
 
 if TYPE_CHECKING:
     from tests.conftest import TinyModels
@@ -24,7 +26,10 @@ HIDDEN, VOCAB_SIZE, DRAFT_VOCAB_SIZE, NUM_PAIRS = 32, 61, 23, 40
 
 
 def load(folder: Path, target: Path) -> Eagle3Head:
-    return load_eagle3(folder, DecoderConfig.from_folder(target), target, torch.float32, torch.device("cpu"))
+    weights = TargetWeights(target, DecoderConfig.from_folder(target))
+    head = load_head(folder, weights, torch.float32, torch.device("cpu"))
+    assert isinstance(head, Eagle3Head)
+    return head
 
 
 class PublishedHead:

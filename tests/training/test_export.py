@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from eyas.models.config import DecoderConfig
-from eyas.models.eagle3 import load_eagle3
+from eyas.models.eagle3 import Eagle3Head
+from eyas.models.head_loading import load_head
+from eyas.models.target_weights import TargetWeights
 from eyas.training.export import draw_curve, export_head
 from eyas.training.initialisation import head_config, new_head
 from eyas.training.training_log import StepRecord, TrainingLog
@@ -23,7 +25,8 @@ def test_an_exported_head_loads_back_identical(
         for weight in head.parameters():  # every value one that bfloat16 can hold
             weight.copy_(weight.to(torch.bfloat16))
     export_head(head, tmp_path)
-    loaded = load_eagle3(tmp_path, target, target_folder, torch.bfloat16, torch.device("cpu"))
+    loaded = load_head(tmp_path, TargetWeights(target_folder, target), torch.bfloat16, torch.device("cpu"))
+    assert isinstance(loaded, Eagle3Head)
     assert loaded.config == head.config
     assert loaded.config.aux_layers == aux_layers
     assert loaded.candidate_ids.tolist() == token_ids.tolist()

@@ -17,8 +17,10 @@ from eyas.deployments.pages import PageAllocator
 from eyas.deployments.scheduler import ScheduledRequest, Scheduler, TreeShape
 from eyas.models.attention import Attention
 from eyas.models.config import DecoderConfig
-from eyas.models.eagle3 import Eagle3Head, load_eagle3
+from eyas.models.eagle3 import Eagle3Head
+from eyas.models.head_loading import load_head
 from eyas.models.llama import LlamaDecoder, load_decoder
+from eyas.models.target_weights import TargetWeights
 from eyas.workers.draft import DraftRunner
 from eyas.workers.kv_pool import KVPool, PoolLayout
 from eyas.workers.local import LocalWorkers
@@ -196,8 +198,10 @@ def models(tiny_models: TinyModels) -> Models:
     head_folder = tiny_models.head(target_folder, draft_vocab_size=55)
     config = DecoderConfig.from_folder(target_folder)
     target = load_decoder(target_folder, torch.float32, CPU)
-    random_head = load_eagle3(head_folder, config, target_folder, torch.float32, CPU)
-    guessing_head = load_eagle3(head_folder, config, target_folder, torch.float32, CPU)
+    weights = TargetWeights(target_folder, config)
+    random_head = load_head(head_folder, weights, torch.float32, CPU)
+    guessing_head = load_head(head_folder, weights, torch.float32, CPU)
+    assert isinstance(random_head, Eagle3Head)
     guessing_head.__class__ = GuessingHead
     assert isinstance(guessing_head, GuessingHead)
     guessing_head.guesses = logits_after_each_token(target)

@@ -34,7 +34,7 @@ def test_both_sides_share_layout_and_layers(tiny_models: TinyModels) -> None:
     spec.validate()
     runner, drafter = load_target(spec), load_drafter(spec)
     assert drafter is not None
-    assert runner.capture == spec.aux_layers() == drafter.head.config.aux_layers == (2, 3, 4)
+    assert runner.capture == spec.capture() == drafter.head.config.aux_layers == (2, 3, 4)
     assert runner.layout == drafter.layout == spec.layout == PoolLayout(8, 16)
     assert runner.pool.keys[0].shape[0] == drafter.pool.keys[0].shape[0] == 128
     assert runner.dtype == drafter.dtype == torch.float32
@@ -64,8 +64,8 @@ def test_bfloat16_is_packed_on_both_sides(tiny_models: TinyModels) -> None:
     [
         ({"dtype": "float16"}, r"dtype: float16 is not supported; use one of \['bfloat16', 'float32'\]"),
         ({"tensor_parallel_size": 3}, "tensor_parallel_size: 3"),
-        ({"target_folder": "/nowhere"}, "config.json does not exist"),
-        ({"head_folder": "/nowhere"}, "config.json does not exist"),
+        ({"target_folder": "/nowhere"}, "head: /nowhere does not exist"),
+        ({"head_folder": "/nowhere"}, "head: /nowhere does not exist"),
     ],
 )
 def test_what_cannot_work_is_refused_at_start(changes: dict[str, Any], message: str, tiny_models: TinyModels) -> None:

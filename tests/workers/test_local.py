@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from eyas.deployments.scheduler import TreeShape
-from eyas.models.eagle3 import Eagle3Head, load_eagle3
+from eyas.models.eagle3 import Eagle3Head
+from eyas.models.head_loading import load_head
 from eyas.models.llama import load_decoder
+from eyas.models.target_weights import TargetWeights
 from eyas.workers.draft import DraftRunner
 from eyas.workers.kv_pool import KVPool, PoolLayout
 from eyas.workers.loading import EngineSpec, load_drafter, load_target
@@ -216,7 +218,8 @@ def test_logits_that_are_not_finite_fail_their_request_alone(
     folder = tiny_models.target(layer_gain=0.3)
     target = load_decoder(folder, torch.float32, torch.device("cpu"))
     head_folder = tiny_models.head(folder, draft_vocab_size=15)
-    head = load_eagle3(head_folder, target.config, folder, torch.float32, torch.device("cpu"))
+    head = load_head(head_folder, TargetWeights(folder, target.config), torch.float32, torch.device("cpu"))
+    assert isinstance(head, Eagle3Head)
 
     def generate(jobs: list[Job]) -> list[Running]:
         layout = pool_layout(16)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from eyas.kernels.noise import gumbel_noise, stream_key
-from eyas.workers.sampler import RowSampling, choose_tokens, nucleus, perturbed_logits, rank_candidates
+from eyas.workers.sampler import NoiseRanker, RowSampling, choose_tokens, nucleus, perturbed_logits
 from eyas.workers.sampling import SamplingParams
 
 LOGITS = torch.tensor([1.0, -0.5, 2.2, 0.3, -3.0, 1.7])
@@ -158,7 +158,7 @@ def test_perfect_head_guesses_the_targets_token(temperature: float, top_p: float
     """Catches candidates ranked without the target's noise, temperature or nucleus, or under another position's."""
     logits = 2.0 * torch.randn(200, 40, generator=torch.Generator().manual_seed(5))
     rows = rows_of(SamplingParams(temperature, top_p, 99), list(range(200)))
-    candidates = rank_candidates(logits, rows, torch.arange(40), width=3)
+    candidates = NoiseRanker(rows, 3).rank(logits, torch.arange(40))
     assert torch.equal(candidates.tokens[:, 0], choose_tokens(logits, rows))
 
 
@@ -168,7 +168,7 @@ def test_reduced_vocabulary_sees_the_same_noise() -> None:
     logits = torch.randn(100, 40, generator=torch.Generator().manual_seed(6))
     rows = rows_of(SamplingParams(1.0, 1.0, 7), list(range(100)))
     chosen = choose_tokens(logits, rows)
-    best = rank_candidates(logits[:, candidate_ids], rows, candidate_ids, width=2).tokens[:, 0]
+    best = NoiseRanker(rows, 2).rank(logits[:, candidate_ids], candidate_ids).tokens[:, 0]
     known = torch.isin(chosen, candidate_ids)
     assert 20 < int(known.sum()) < 60
     assert torch.equal(best[known], chosen[known])
@@ -180,7 +180,7 @@ def test_candidates_are_scored_by_their_perturbed_share() -> None:
     logits = torch.randn(3, 5, generator=torch.Generator().manual_seed(8))
     rows = RowSampling([GREEDY, SamplingParams(0.5, 1.0, 1), SamplingParams(1.0, 0.7, 2)], [4, 4, 6])
     perturbed = perturbed_logits(logits, rows, candidate_ids)
-    candidates = rank_candidates(logits, rows, candidate_ids, width=4)
+    candidates = NoiseRanker(rows, 4).rank(logits, candidate_ids)
     expected, columns = perturbed.log_softmax(-1).sort(descending=True)
     torch.testing.assert_close(candidates.log_probs, expected[:, :4], rtol=1e-5, atol=1e-5)
     possible = candidates.log_probs.isfinite()
@@ -211,4 +211,4 @@ def test_nearly_zero_temperature_is_greedy(temperature: float, top_p: float) -> 
     """Catches logits that overflow when divided, after which any token with a positive one is drawn."""
     rows = rows_of(SamplingParams(temperature, top_p, seed=3), [5])
     assert choose_tokens(LOGITS[None], rows).item() == LOGITS.argmax().item()
-    assert not rank_candidates(LOGITS[None], rows, torch.arange(6), 3).log_probs.isnan().any()
+    assert not NoiseRanker(rows, 3).rank(LOGITS[None], torch.arange(6)).log_probs.isnan().any()

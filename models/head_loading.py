@@ -1,0 +1,77 @@
+"""From a path to a draft head: find the format, normalise, check, load."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from eyas.models.config import DecoderConfig
+from eyas.models.eagle3 import Eagle3Config, load_eagle3
+from eyas.models.eagle_folder import open_eagle_folder
+from eyas.models.head import DraftHead
+from eyas.models.head_files import HeadFiles, HeadOptions
+from eyas.models.target_weights import TargetWeights
+
+
+class HeadConfig(Protocol):
+    """What every kind's normalised config tells without loading a weight; see `DraftHead`."""
+
+    @property
+    def capture(self) -> tuple[int, ...]: ...
+
+    @property
+    def max_depth(self) -> int | None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class HeadKind:
+    """How one kind of head is made from its files.
+
+    Args:
+        normalise: files, target and options to the kind's config; raises `ValueError` naming the field.
+        load: the same with the target's weights to the module; raises `ValueError` naming the tensor.
+    """
+
+    normalise: Callable[[HeadFiles, DecoderConfig, HeadOptions], HeadConfig]
+    load: Callable[[HeadFiles, TargetWeights, HeadOptions, torch.dtype, torch.device], DraftHead]
+
+
+# The first that recognises a path reads it.
+_FORMATS: tuple[Callable[[Path], HeadFiles | None], ...] = (open_eagle_folder,)
+_KINDS = {"eagle3": HeadKind(Eagle3Config.normalise, load_eagle3)}
+
+
+def open_head(path: Path) -> HeadFiles:
+    """Find out what the head at `path` is.
+
+    Raises:
+        ValueError: if it is none of the formats Eyas reads, or damaged.
+    """
+    if not path.exists():
+        raise ValueError(f"head: {path} does not exist")
+    for open_format in _FORMATS:
+        files = open_format(path)
+        if files is not None:
+            return files
+    raise ValueError(f"head: {path} is not a draft head in a format that Eyas reads; docs/heads.md lists them")
+
+
+def normalise_head(files: HeadFiles, target: DecoderConfig, options: HeadOptions | None = None) -> HeadConfig:
+    """Explicit config of a head for a target, without loading its weights."""
+    return _KINDS[files.kind].normalise(files, target, options or HeadOptions())
+
+
+def load_head(
+    path: Path, target: TargetWeights, dtype: torch.dtype, device: torch.device, options: HeadOptions | None = None
+) -> DraftHead:
+    """Load the head at `path` for a target.
+
+    Raises:
+        ValueError: naming the field or tensor, with what was expected and found.
+    """
+    files = open_head(path)
+    return _KINDS[files.kind].load(files, target, options or HeadOptions(), dtype, device).eval()
