@@ -1,4 +1,4 @@
-"""The commands behind `eyas`: serve, demo, generate, bench, train."""
+"""The commands behind `eyas`: serve, demo, generate, bench, train, inspect, convert."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 import pydantic
 
 from eyas.deployments.errors import ApiError
+from eyas.deployments.inspect_command import add_inspect_parser
 from eyas.deployments.settings import EngineSettings
 from eyas.deployments.train_command import add_train_parser
 from eyas.models.catalog import DEFAULT_TARGET
@@ -75,6 +76,7 @@ def _parser() -> argparse.ArgumentParser:
     offline.set_defaults(run=_bench_offline)
 
     add_train_parser(commands)
+    add_inspect_parser(commands)
     return parser
 
 
@@ -94,6 +96,11 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
     option("--node-budget", field="node_budget")
     option("--draft-depth", field="draft_depth")
     option("--width", field="width")
+    option("--tree", field="tree")
+    option("--aux-layers", field="aux_layers", type=_integers)
+    option("--token-map", field="token_map", type=str)
+    option("--num-candidates", field="num_candidates", type=int)
+    parser.add_argument("--skip-probe", action="store_true", help="trust the head's files on which states it reads")
     option("--dtype", field="dtype", choices=["bfloat16", "float32"])
     option("--device", field="device", choices=["cpu", "cuda"])
     option("--num-pages", field="num_pages")
@@ -105,6 +112,13 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
         "--candidate-noise", choices=["shared", "none"], default="shared",
         help="rank draft candidates with the target's noise, or plainly, to compare [shared]",
     )  # fmt: skip
+
+
+def _integers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text} is not a list of whole numbers like 2,15,27") from None
 
 
 def _add_serve_options(parser: argparse.ArgumentParser) -> None:
@@ -135,6 +149,7 @@ def settings_of(args: argparse.Namespace, **fixed: Any) -> EngineSettings:
             "threads_per_worker": threads,
             "speculate": not args.no_speculation,
             "shares_noise": args.candidate_noise == "shared",
+            "probe": not args.skip_probe,
             **fixed,
         }
     )

@@ -10,10 +10,12 @@ import torch
 
 from eyas.deployments.offline import OfflineEngine, Workers
 from eyas.deployments.pages import PageAllocator
+from eyas.deployments.probe_prompts import log_probe, probe_prompts
 from eyas.deployments.settings import EngineSettings
 from eyas.deployments.tokenizer import Tokenizer
 from eyas.workers.loading import EngineSpec, load_drafter, load_target
 from eyas.workers.local import LocalWorkers
+from eyas.workers.probe import probe_head
 
 
 @contextmanager
@@ -26,7 +28,8 @@ def open_engine(settings: EngineSettings) -> Iterator[tuple[OfflineEngine, Token
     spec = settings.engine_spec()
     spec.check_device()
     tokenizer = Tokenizer.from_folder(Path(spec.target_folder))
-    with _open_workers(spec, settings) as workers:
+    prompts = probe_prompts(tokenizer) if settings.probe else None
+    with _open_workers(spec, settings, prompts) as workers:
         engine = OfflineEngine(
             workers,
             PageAllocator(settings.num_pages, settings.page_size),
@@ -39,10 +42,16 @@ def open_engine(settings: EngineSettings) -> Iterator[tuple[OfflineEngine, Token
 
 
 @contextmanager
-def _open_workers(spec: EngineSpec, settings: EngineSettings) -> Iterator[Workers]:
+def _open_workers(spec: EngineSpec, settings: EngineSettings, prompts: list[list[int]] | None) -> Iterator[Workers]:
     if spec.tensor_parallel_size == 1:
         torch.set_num_threads(spec.num_threads)
-        yield LocalWorkers(load_target(spec), load_drafter(spec))
+        target, drafter = load_target(spec), load_drafter(spec)
+        if drafter is not None and prompts is not None:
+            report = probe_head(target, drafter.head, spec.plausible_captures(), prompts)
+            if report is not None:
+                log_probe(report)
+                target.capture = report.capture
+        yield LocalWorkers(target, drafter)
         return
     import ray
     from ray.util.placement_group import placement_group, remove_placement_group
@@ -58,7 +67,7 @@ def _open_workers(spec: EngineSpec, settings: EngineSettings) -> Iterator[Worker
         if not group.wait(60):
             raise WorkersLostError(f"this machine has no room for the bundles {bundles}")
         workers = WorkerGroup(
-            spec, group, settings.max_committed_rows(), settings.gpus_per_rank, settings.drafter_gpu_fraction
+            spec, group, settings.max_committed_rows(), settings.gpus_per_rank, settings.drafter_gpu_fraction, prompts
         )
         yield workers
     finally:

@@ -14,6 +14,7 @@ from ray import serve
 from eyas.deployments.engine import Engine
 from eyas.deployments.ingress import ApiContext, build_api
 from eyas.deployments.metrics import Metrics
+from eyas.deployments.probe_prompts import probe_prompts
 from eyas.deployments.settings import EngineSettings
 from eyas.deployments.tokenizer import Tokenizer
 from eyas.deployments.worker_group import WorkerGroup
@@ -39,6 +40,7 @@ class Router:
             max_rows=settings.max_committed_rows(),
             gpus_per_rank=settings.gpus_per_rank,
             drafter_gpu_fraction=settings.drafter_gpu_fraction,
+            probe_prompts=probe_prompts(tokenizer) if settings.probe else None,
         )
         metrics = Metrics()
         scheduler = settings.new_scheduler(spec)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from eyas.deployments.pages import PageAllocator
+from eyas.kernels.static_tree import TreeChoices
 from eyas.workers.messages import DecodeItem, NewRequest, PrefillChunk, StepPlan, StepResult
 from eyas.workers.sampling import SamplingParams
 
@@ -24,11 +25,19 @@ class TreeShape:
         node_budget: nodes verified per request and step, root included; 1 is no speculation.
         draft_depth: levels below the root.
         width: candidates kept per level.
+        choices: a fixed shape, from which the other three follow; None grows trees from the head's scores.
     """
 
     node_budget: int = 1
     draft_depth: int = 0
     width: int = 1
+    choices: TreeChoices | None = None
+
+    @staticmethod
+    def fixed(choices: TreeChoices) -> TreeShape:
+        """Every tree has the same shape."""
+        width = max(choices.num_candidates(level) for level in range(1, choices.depth + 1))
+        return TreeShape(choices.num_nodes, choices.depth, width, choices)
 
     def __post_init__(self) -> None:
         if self.node_budget < 1:
@@ -37,7 +46,7 @@ class TreeShape:
             raise ValueError(f"draft_depth: must be at least 1 to draft, got {self.draft_depth}")
         if self.node_budget > 1 and self.width < 1:
             raise ValueError(f"width: must be at least 1, got {self.width}")
-        if self.node_budget > 1 and self.node_budget - 1 > self.num_candidates:
+        if self.node_budget > 1 and self.choices is None and self.node_budget - 1 > self.num_candidates:
             raise ValueError(
                 f"node_budget: {self.node_budget} nodes need {self.node_budget - 1} candidates, but width {self.width} "
                 f"and draft_depth {self.draft_depth} score only {self.num_candidates}; lower it to "
@@ -52,6 +61,8 @@ class TreeShape:
     @property
     def num_block_slots(self) -> int:
         """Slots above the committed text that one step may write, on either side."""
+        if self.choices is not None:
+            return max(self.node_budget, self.choices.num_expanded)
         return max(self.node_budget, self.width * max(self.draft_depth - 1, 0) if self.node_budget > 1 else 0)
 
 

@@ -10,6 +10,7 @@ from eyas.cluster.placement import engine_bundles
 from eyas.deployments.pages import PageAllocator
 from eyas.deployments.scheduler import Scheduler, TreeShape
 from eyas.models.catalog import DEFAULT_TARGET, resolve_head, resolve_target
+from eyas.models.head_files import HeadOptions
 from eyas.workers.loading import EngineSpec
 
 # Draft nodes stand past the end of the text, where the model's RoPE table must still reach.
@@ -28,6 +29,17 @@ class EngineSettings(BaseModel):
     node_budget: int = Field(8, ge=1, description="nodes verified per request and step, root included")
     draft_depth: int = Field(3, ge=1, le=_MAX_DRAFT_DEPTH, description="levels of the draft tree below its root")
     width: int = Field(4, ge=1, description="candidates kept per level")
+    tree: str = Field(
+        "dynamic", description="dynamic, cartesian:4,2,2, medusa-63, or a JSON file of rank paths; sets the shape"
+    )
+    aux_layers: tuple[int, ...] | None = Field(
+        None, description="target states the head reads, as residual-stream indices, against what its files say"
+    )
+    token_map: str | None = Field(None, description="file of the target ids a head may propose (FR-Spec)")
+    num_candidates: int | None = Field(
+        None, ge=1, description="rows a low-rank candidate projection retrieves for exact scoring"
+    )
+    probe: bool = Field(True, description="measure at start which target states the head was trained on")
     tensor_parallel_size: int = Field(1, ge=1, description="target ranks")
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     device: Literal["cpu", "cuda"] = "cpu"
@@ -51,7 +63,16 @@ class EngineSettings(BaseModel):
 
     def tree_shape(self) -> TreeShape:
         """Raises `ValueError`, naming the field, for a shape that cannot be grown."""
-        if not self.speculate or self.node_budget == 1:
+        if not self.speculate:
+            return TreeShape()
+        if self.tree != "dynamic":
+            clash = sorted(self.model_fields_set & {"node_budget", "draft_depth", "width"})
+            if clash:
+                raise ValueError(f"tree: the fixed shape {self.tree} sets {clash[0]}; give one or the other")
+            from eyas.kernels.published_trees import named_tree
+
+            return TreeShape.fixed(named_tree(self.tree))
+        if self.node_budget == 1:
             return TreeShape()
         return TreeShape(self.node_budget, self.draft_depth, self.width)
 
@@ -65,7 +86,8 @@ class EngineSettings(BaseModel):
         Raises:
             ValueError: naming the field and the remedy.
         """
-        is_speculating = self.tree_shape().node_budget > 1
+        shape = self.tree_shape()
+        is_speculating = shape.node_budget > 1
         target = resolve_target(self.model)
         head = resolve_head(self.head, self.model) if is_speculating else None
         if is_speculating and head is None:
@@ -81,8 +103,10 @@ class EngineSettings(BaseModel):
             drafter_num_threads=self.drafter_threads,
             tensor_parallel_size=self.tensor_parallel_size,
             shares_noise=self.shares_noise,
+            head_options=HeadOptions(self.aux_layers, self.token_map, self.num_candidates),
+            tree_choices=None if shape.choices is None else shape.choices.paths,
         )
-        spec.validate(self.tree_shape().draft_depth)
+        spec.validate(shape.draft_depth)
         self.new_scheduler(spec)
         return spec
 

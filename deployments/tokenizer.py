@@ -60,6 +60,10 @@ class Tokenizer:
         assert isinstance(text, str)
         return text
 
+    @property
+    def has_chat_template(self) -> bool:
+        return self._tokenizer.chat_template is not None
+
     def apply_chat_template(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """Ids of the whole conversation up to where the assistant's answer begins.
 

@@ -12,6 +12,7 @@ import zmq
 from ray.util.placement_group import PlacementGroup
 
 from eyas.cluster.placement import DRAFTER_BUNDLE_INDEX, drafter_resources, in_bundle, rank_resources
+from eyas.deployments.probe_prompts import log_probe
 from eyas.workers.actors import DraftWorker, TargetWorker, WireAddresses
 from eyas.workers.channel import Outbox, router_inbox
 from eyas.workers.loading import EngineSpec
@@ -38,6 +39,7 @@ class WorkerGroup:
         max_rows: int,
         gpus_per_rank: float,
         drafter_gpu_fraction: float,
+        probe_prompts: list[list[int]] | None = None,
         step_timeout_s: float = 60.0,
         start_timeout_s: float = 600.0,
     ) -> None:
@@ -45,6 +47,7 @@ class WorkerGroup:
 
         Args:
             max_rows: most rows a step can commit; sizes the exchange ring.
+            probe_prompts: texts to measure the head on; None trusts its files.
 
         Raises:
             WorkersLostError: if one of them fails or they are not ready in `start_timeout_s`.
@@ -78,7 +81,7 @@ class WorkerGroup:
         self._context = zmq.Context[Any](1)
         self._inbox = router_inbox(self._context, f"ipc://{self._sockets.name}/router")
         try:
-            self._wire(max_rows, start_timeout_s)
+            self._wire(max_rows, probe_prompts, start_timeout_s)
         except ray.exceptions.GetTimeoutError:
             self.stop()
             raise WorkersLostError(
@@ -88,7 +91,7 @@ class WorkerGroup:
             self.stop()
             raise WorkersLostError(f"a worker failed while it was loaded: {_cause(error)}") from error
 
-    def _wire(self, max_rows: int, timeout_s: float) -> None:
+    def _wire(self, max_rows: int, probe_prompts: list[list[int]] | None, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
 
         def get(references: Any) -> Any:
@@ -96,6 +99,11 @@ class WorkerGroup:
 
         rendezvous = get(self._ranks[0].rendezvous_address.remote())
         exchange = get([rank.load.remote(rendezvous, max_rows) for rank in self._ranks])[0]
+        if self._drafter is not None and probe_prompts is not None:
+            report = get([rank.probe.remote(probe_prompts) for rank in self._ranks])[0]
+            if report is not None:
+                log_probe(report)
+                get([rank.set_capture.remote(report.capture) for rank in self._ranks])
         if self._drafter is not None:
             get(self._drafter.load.remote(exchange))
             get(self._ranks[0].unlink_exchange.remote())

@@ -44,3 +44,14 @@ class Attention(Protocol):
     def __call__(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions = PLAIN_ATTENTION
     ) -> Tensor: ...
+
+
+def no_attention(
+    layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions = PLAIN_ATTENTION
+) -> Tensor:
+    """What a model that keeps no cache is given.
+
+    Raises:
+        RuntimeError: always.
+    """
+    raise RuntimeError("a model that keeps no cache called attention")

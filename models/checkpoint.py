@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,6 +14,8 @@ from torch import Tensor
 
 from eyas.models.config import read_json
 
+_BITS = {"F64": 64, "I64": 64, "U64": 64, "F32": 32, "I32": 32, "U32": 32, "F16": 16, "BF16": 16, "I16": 16, "U16": 16,
+         "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "I8": 8, "U8": 8, "BOOL": 8, "F4": 4}  # fmt: skip
 _LFS_POINTER = b"version https://git-lfs"
 
 
@@ -25,6 +28,8 @@ class TensorSource(Protocol):
     def names(self) -> list[str]: ...
 
     def shape(self, name: str) -> tuple[int, ...]: ...
+
+    def num_bytes(self, name: str) -> int: ...
 
     def read(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor: ...
 
@@ -41,19 +46,23 @@ class Checkpoint:
         self._name_to_file: dict[str, Path] = {}
         self._pickled: dict[str, Tensor] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
+        self._num_bytes: dict[str, int] = {}
         for file in [path] if path.is_file() else _weight_files(path):
             if file.suffix == ".safetensors":
                 self._open_safetensors(file)
             else:
                 self._pickled |= _load_pickled(file)
         self._shapes |= {name: tuple(tensor.shape) for name, tensor in self._pickled.items()}
+        self._num_bytes |= {name: tensor.nbytes for name, tensor in self._pickled.items()}
 
     def _open_safetensors(self, file: Path) -> None:
         try:
             with safe_open(file, framework="pt") as opened:
                 for name in opened.keys():  # noqa: SIM118 (not a mapping)
                     self._name_to_file[name] = file
-                    self._shapes[name] = tuple(opened.get_slice(name).get_shape())
+                    view = opened.get_slice(name)
+                    self._shapes[name] = tuple(view.get_shape())
+                    self._num_bytes[name] = math.prod(view.get_shape()) * _BITS[view.get_dtype()] // 8
         except (OSError, SafetensorError) as error:
             raise ValueError(f"{file} cannot be read as safetensors: {_lfs_hint(file) or error}") from None
 
@@ -67,6 +76,10 @@ class Checkpoint:
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a tensor that exists."""
         return self._shapes[name]
+
+    def num_bytes(self, name: str) -> int:
+        """Size of a tensor as stored."""
+        return self._num_bytes[name]
 
     def read(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Tensor `name` as `dtype`; its shape must be `shape`.
@@ -106,6 +119,9 @@ class Renamed:
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self._source.shape(self._names[name])
+
+    def num_bytes(self, name: str) -> int:
+        return self._source.num_bytes(self._names[name])
 
     def read(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """See `Checkpoint.read`; errors carry the name in the file."""

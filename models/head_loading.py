@@ -26,6 +26,10 @@ class HeadConfig(Protocol):
     @property
     def max_depth(self) -> int | None: ...
 
+    @property
+    def plausible_captures(self) -> tuple[tuple[int, ...], ...]:
+        """Readings of the files' layer ids that a probe should compare, `capture` first."""
+
 
 @dataclass(frozen=True, slots=True)
 class HeadKind:

@@ -11,8 +11,9 @@ import zmq
 
 from eyas.workers.channel import Outbox, worker_inbox
 from eyas.workers.exchange import ExchangeHandle, HiddenStateExchange
-from eyas.workers.loading import EngineSpec, load_drafter, load_target
+from eyas.workers.loading import EngineSpec, load_drafter, load_target, probe
 from eyas.workers.loops import DraftLoop, TargetLoop
+from eyas.workers.probe import ProbeReport
 from eyas.workers.rank_group import Rendezvous, join_group
 
 _EXCHANGE_SLOTS = 4
@@ -72,6 +73,14 @@ class TargetWorker(_Worker):
             row_size = len(self._runner.capture) * self._runner.model.config.hidden_size
             self._exchange = HiddenStateExchange.create(_EXCHANGE_SLOTS, max_rows, row_size, spec.torch_dtype)
         return self._exchange.handle if self._exchange is not None else None
+
+    def probe(self, prompts: list[list[int]]) -> ProbeReport | None:
+        """Measure what the head reads, before the loop runs; rank 0 answers, the others only help."""
+        return probe(self.spec, self._runner, prompts, self._rank == 0)
+
+    def set_capture(self, capture: tuple[int, ...]) -> None:
+        """Publish these target states; as many as before, so the exchange ring stays."""
+        self._runner.capture = tuple(capture)
 
     def unlink_exchange(self) -> None:
         """Called once the drafter has attached."""

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from eyas.kernels.grow import TreeGrowth
 from eyas.kernels.static_tree import StaticGrowth, TreeChoices
-from eyas.models.attention import PLAIN_ATTENTION, Attention, AttentionOptions
+from eyas.models.attention import Attention, no_attention
 from eyas.models.head import Candidates, DraftHead
 from eyas.workers.kv_pool import KVPool, PageTable, PoolLayout
 from eyas.workers.messages import AcceptedRun, StepPlan
@@ -125,7 +125,7 @@ class DraftRunner:
 
     def _run_attention(self, runs: list[AcceptedRun]) -> Attention:
         if self.pool is None:
-            return _no_attention
+            return no_attention
         slots: list[Tensor] = []
         segments: list[Segment] = []
         row = 0
@@ -240,7 +240,7 @@ class _LevelAttention:
     def _attention(self, covered: Tensor) -> Attention:
         runner = self._runner
         if runner.pool is None or self._ancestors is None:
-            return _no_attention
+            return no_attention
         batch, width, block = self._ancestors.shape
         max_keys = int(covered.max()) + block
         columns = torch.arange(max_keys, device=runner.device) - covered[:, None]  # [B, L]
@@ -255,12 +255,6 @@ class _LevelAttention:
         rows = torch.arange(batch * width, device=runner.device).view(batch, width)
         segment = Segment.build(rows, None, torch.stack(key_slots), mask, runner._group, runner.dtype)
         return PagedAttention(runner.pool, torch.cat(row_slots), [segment])
-
-
-def _no_attention(
-    layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions = PLAIN_ATTENTION
-) -> Tensor:
-    raise RuntimeError("a head that keeps no cache called attention")
 
 
 def _state_of(request: DraftRequest) -> Tensor:

@@ -9,6 +9,7 @@ import torch
 
 from eyas.kernels.static_tree import TreeChoices
 from eyas.models.config import DecoderConfig
+from eyas.models.head import DraftHead
 from eyas.models.head_files import HeadOptions
 from eyas.models.head_loading import HeadConfig, load_head, normalise_head, open_head
 from eyas.models.linear import pack_linears
@@ -17,6 +18,7 @@ from eyas.models.parallel import TensorParallel
 from eyas.models.target_weights import TargetWeights
 from eyas.workers.draft import DraftRunner
 from eyas.workers.kv_pool import PoolLayout
+from eyas.workers.probe import ProbeReport, probe_head
 from eyas.workers.target import TargetRunner
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -75,6 +77,15 @@ class EngineSpec(msgspec.Struct, frozen=True):
         config = self.head_config()
         return () if config is None else config.capture
 
+    def plausible_captures(self) -> list[tuple[int, ...]]:
+        """Readings of the head's files, theirs first; only the user's own where one is given."""
+        config = self.head_config()
+        if config is None:
+            return []
+        if self.head_options.aux_layers is not None:
+            return [config.capture]
+        return list(config.plausible_captures)
+
     def validate(self, draft_depth: int = 0) -> None:
         """Refuse at start what cannot work anywhere, naming the field; reads no device, the router has none."""
         _ = self.torch_dtype
@@ -100,13 +111,27 @@ def load_target(spec: EngineSpec, parallel: TensorParallel | None = None) -> Tar
     return TargetRunner(model, spec.layout, spec.capture())
 
 
-def load_drafter(spec: EngineSpec) -> DraftRunner | None:
-    """Load the drafter, or None for an engine without a head."""
+def load_draft_head(spec: EngineSpec) -> DraftHead | None:
+    """Load the head, or None for an engine without one."""
     if spec.head_folder is None:
         return None
     spec.check_device()
     target = TargetWeights(Path(spec.target_folder), spec.target_config())
     head = load_head(Path(spec.head_folder), target, spec.torch_dtype, torch.device(spec.device), spec.head_options)
     pack_linears(head)
+    return head
+
+
+def probe(spec: EngineSpec, runner: TargetRunner, prompts: list[list[int]], is_first_rank: bool) -> ProbeReport | None:
+    """Measure what the head of `spec` reads; see `probe_head`. Every rank calls it, the first one loads the head."""
+    head = load_draft_head(spec) if is_first_rank else None
+    return probe_head(runner, head, spec.plausible_captures(), prompts)
+
+
+def load_drafter(spec: EngineSpec) -> DraftRunner | None:
+    """Load the drafter, or None for an engine without a head."""
+    head = load_draft_head(spec)
+    if head is None:
+        return None
     choices = None if spec.tree_choices is None else TreeChoices(spec.tree_choices)
     return DraftRunner(head, spec.layout, spec.shares_noise, choices)

@@ -64,7 +64,7 @@ def test_bfloat16_is_packed_on_both_sides(tiny_models: TinyModels) -> None:
     [
         ({"dtype": "float16"}, r"dtype: float16 is not supported; use one of \['bfloat16', 'float32'\]"),
         ({"tensor_parallel_size": 3}, "tensor_parallel_size: 3"),
-        ({"target_folder": "/nowhere"}, "head: /nowhere does not exist"),
+        ({"target_folder": "/nowhere"}, "config.json does not exist"),
         ({"head_folder": "/nowhere"}, "head: /nowhere does not exist"),
     ],
 )
