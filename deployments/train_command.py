@@ -1,4 +1,4 @@
-"""`eyas train eagle3`: wires the offline engine to the corpus writer, then trains, then saves the head."""
+"""`eyas train KIND`: wires the offline engine to the corpus writer, then trains a draft head, then saves it."""
 
 from __future__ import annotations
 
@@ -31,11 +31,13 @@ from eyas.training.corpus import (
     shard_files,
     write_corpus,
 )
-from eyas.training.eagle3_trainer import Eagle3Trainer, Eagle3TrainingConfig
-from eyas.training.export import draw_curve, export_head
-from eyas.training.objective import Validation
+from eyas.training.export import draw_curve
+from eyas.training.methods import KINDS
 from eyas.training.progress import TrainingProgress
 from eyas.training.recording import FeatureRecorder
+from eyas.training.trainer import HeadTrainer
+from eyas.training.training_config import TrainingConfig
+from eyas.training.validation import Validation
 from eyas.workers.kv_pool import PoolLayout
 from eyas.workers.loading import EngineSpec, load_target
 from eyas.workers.local import LocalWorkers
@@ -46,6 +48,8 @@ _PAGE_SIZE = 16
 _TEMPLATE_TOKENS = 128  # room for what the chat template puts around a turn
 _WRITER_BATCH = 64
 _POLL_S = 1.0
+_NAMES = {"eagle3": "an EAGLE-3", "eagle": "an EAGLE-1", "medusa": "a Medusa", "mtp": "an MTP"}
+_MEDUSA_HEADS = 4
 
 
 def recorded_layers(config: DecoderConfig) -> tuple[int, ...]:
@@ -127,18 +131,27 @@ def write_own_corpus_in_processes(jobs: list[CorpusJob]) -> None:
 
 
 def add_train_parser(subparsers: Any) -> None:
-    """Add `train eagle3` to an `argparse` subparsers object."""
+    """Add `train` with a command for every kind of head to an `argparse` subparsers object."""
     train = subparsers.add_parser("train", help="train a draft head for a target")
-    methods = train.add_subparsers(dest="method", required=True)
-    parser = methods.add_parser(
-        "eagle3",
-        help="an EAGLE-3 head, on a corpus the target writes itself",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
+    kinds = train.add_subparsers(dest="kind", required=True)
+    for kind in KINDS:
+        parser = kinds.add_parser(
+            kind,
+            help=f"{_NAMES[kind]} head, on a corpus the target writes itself",
+            formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        )
+        _add_options(parser, kind)
+
+
+def _add_options(parser: argparse.ArgumentParser, kind: str) -> None:
     num_cpus = os.cpu_count() or 1
+    defaults = TrainingConfig(kind, num_steps=1)
     parser.add_argument("--target", default=DEFAULT_TARGET, help="target model: a Hugging Face folder or a known name")
     parser.add_argument("--out", type=Path, required=True, help="folder the head is written to")
-    parser.add_argument("--work-dir", type=Path, default=Path("runs/eagle3"), help="corpus, log, state to resume from")
+    parser.add_argument("--work-dir", type=Path, default=Path("runs") / kind, help="log and state to resume from")
+    parser.add_argument(
+        "--corpus", type=Path, help="corpus of an earlier run, which every kind of head can share; it is only read"
+    )
     parser.add_argument("--corpus-tokens", type=int, default=1_000_000, help="answer tokens the target writes")
     parser.add_argument(
         "--writers", type=int, default=num_cpus, help="processes that write the corpus, one thread each"
@@ -146,12 +159,25 @@ def add_train_parser(subparsers: Any) -> None:
     length = parser.add_mutually_exclusive_group()
     length.add_argument("--minutes", type=float, default=60.0, help="train for about this long")
     length.add_argument("--steps", type=int, help="train on this many batches instead")
-    defaults = Eagle3TrainingConfig(num_steps=1)
-    parser.add_argument("--ttt-steps", type=int, default=defaults.ttt_steps, help="steps of the training-time test")
-    parser.add_argument("--draft-vocab", type=int, default=defaults.draft_vocab_size, help="ids the head can propose")
+    if kind == "medusa":
+        parser.add_argument("--num-heads", dest="num_levels", type=int, default=_MEDUSA_HEADS, help="levels it drafts")
+    else:
+        parser.add_argument(
+            "--ttt-steps",
+            dest="num_levels",
+            type=int,
+            default=defaults.num_levels,
+            help="steps of the training-time test",
+        )
+    vocabulary = ("--draft-vocab", "ids the head can propose")
+    if kind != "eagle3":
+        vocabulary = ("--loss-vocab", "ids the loss is taken over; the head can propose all")
+    parser.add_argument(
+        vocabulary[0], dest="draft_vocab", type=int, default=defaults.draft_vocab_size, help=vocabulary[1]
+    )
     parser.add_argument("--batch-tokens", type=int, default=defaults.tokens_per_batch, help="rows of a batch")
     parser.add_argument(
-        "--lr", type=float, default=defaults.learning_rate, help="highest rate of AdamW (norms, lm_head)"
+        "--lr", type=float, default=defaults.learning_rate, help="highest rate of AdamW (norms, output projections)"
     )
     parser.add_argument("--matrix-lr", type=float, default=defaults.matrix_rate, help="highest rate of Muon (the rest)")
     parser.add_argument("--seed", type=int, default=0, help="of the corpus, the new weights and the batch order")
@@ -161,45 +187,48 @@ def add_train_parser(subparsers: Any) -> None:
 
 
 def run_train(args: argparse.Namespace) -> int:
-    """Carry out `eyas train eagle3`; run again with the same arguments, it goes on where it was interrupted."""
+    """Carry out `eyas train KIND`; run again with the same arguments, it goes on where it was interrupted."""
     console = Console(stderr=True)
     target_folder = resolve_target(args.target)
     target = DecoderConfig.from_folder(target_folder)
-    config = Eagle3TrainingConfig(
+    config = TrainingConfig(
+        kind=args.kind,
         num_steps=args.steps,
         max_minutes=None if args.steps else args.minutes,
         draft_vocab_size=min(args.draft_vocab, target.vocab_size),
         tokens_per_batch=args.batch_tokens,
-        ttt_steps=args.ttt_steps,
+        num_levels=args.num_levels,
         learning_rate=args.lr,
         matrix_rate=args.matrix_lr,
         dtype=args.dtype,
         seed=args.seed,
     )
-    corpus_config = CorpusConfig(num_tokens=args.corpus_tokens, seed=args.seed)
-    corpus_folder = args.work_dir / "corpus"
-    if count_answer_tokens(shard_files(corpus_folder)) < args.corpus_tokens:
+    corpus_folder = args.corpus or args.work_dir / "corpus"
+    if args.corpus and not shard_files(args.corpus):
+        raise ValueError(f"--corpus: {args.corpus} holds no shard of a corpus; leave it out to write one")
+    if not args.corpus and count_answer_tokens(shard_files(corpus_folder)) < args.corpus_tokens:
+        corpus_config = CorpusConfig(num_tokens=args.corpus_tokens, seed=args.seed)
         writers = [Writer(index, args.writers) for index in range(max(1, args.writers))]
         jobs = [CorpusJob(target_folder, corpus_folder, corpus_config, _WRITER_BATCH, args.dtype, x) for x in writers]
         write_own_corpus_in_processes(jobs)
     torch.set_num_threads(args.threads)
     stop_token_id = int(AutoTokenizer.from_pretrained(target_folder).eos_token_id)
-    trainer = Eagle3Trainer(config, target_folder, corpus_folder, args.work_dir, stop_token_id)
+    trainer = HeadTrainer(config, target_folder, corpus_folder, args.work_dir, stop_token_id)
     console.print(
-        f"{len(trainer.training)} conversations to train on; the draft vocabulary of {config.draft_vocab_size} ids "
-        f"covers {trainer.vocabulary.coverage:.2%} of their answer tokens"
+        f"{len(trainer.training)} conversations to train on; the {config.draft_vocab_size} ids the loss is taken over "
+        f"cover {trainer.vocabulary.coverage:.2%} of their answer tokens"
     )
     with TrainingProgress(console, trainer.step) as progress:
         validation = trainer.run(progress)
     assert validation is not None
-    export_head(trainer.head, args.out)
+    trainer.export(args.out)
     draw_curve(args.work_dir / "log.jsonl", args.work_dir / "training-curve.png")
     Console().print(result_table(trainer, validation))
     console.print(f"head written to {args.out}, training curve to {args.work_dir / 'training-curve.png'}")
     return 0
 
 
-def result_table(trainer: Eagle3Trainer, validation: Validation) -> Table:
+def result_table(trainer: HeadTrainer, validation: Validation) -> Table:
     """What a head can do, by drafted level, on texts it was not trained on."""
     speed = f"{validation.chain_length:.2f} tokens per verify step of a chain of {len(validation.recall)}"
     table = Table(title=f"{trainer.step} steps in {trainer.elapsed_s / 60:.0f} min; {speed}")

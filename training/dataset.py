@@ -63,6 +63,14 @@ class Batch:
             offset += length
         return torch.cat(pieces)
 
+    def later_rows(self, step: int) -> Tensor:
+        """Where the rows compared with at `step` stand among those of step 0, int64 `[R_step]`."""
+        pieces, offset = [], 0
+        for first_count, count in zip(self.num_bases(0), self.num_bases(step), strict=True):
+            pieces.append(torch.arange(offset + first_count - count, offset + first_count))
+            offset += first_count
+        return torch.cat(pieces)
+
     @cached_property
     def positions(self) -> Tensor:
         """Position of every row within its conversation, int64 `[T]`."""

@@ -1,28 +1,30 @@
-"""Writing a trained head in the published EAGLE-3 layout, and the curve of its training."""
+"""Writing the files of a trained head, and the curve of its training."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from torch import Tensor
 
-from eyas.models.eagle3 import Eagle3Head
 from eyas.training.training_log import read_log
 
 _SMOOTHING = 0.95
 
 
-def export_head(head: Eagle3Head, folder: Path) -> None:
-    """Write `model.safetensors` (bfloat16) and `config.json`; `load_eagle3` and other engines read the folder."""
+def write_folder(folder: Path, file_name: str, config: dict[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    """Write a published head: its tensors (floating-point ones as bfloat16) and `config.json`."""
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {
+    converted = {
         name: tensor.detach().to(torch.bfloat16 if tensor.is_floating_point() else tensor.dtype).contiguous()
-        for name, tensor in head.checkpoint_tensors().items()
+        for name, tensor in tensors.items()
     }
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(head.config.raw, indent=2) + "\n")
+    save_file(converted, folder / file_name, metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
 def draw_curve(log_file: Path, image_file: Path) -> None:

@@ -1,6 +1,6 @@
-"""A new EAGLE-3 head for a target: its config, and weights that start from the target's own.
+"""What a new head starts from: the target's own weights, and noise that depends on the seed alone.
 
-Letters: H hidden, Vd draft vocabulary, V target vocabulary, A fused layers.
+Letters: H hidden, V target vocabulary, Vd draft vocabulary.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from eyas.models.checkpoint import Checkpoint
 from eyas.models.config import DecoderConfig
-from eyas.models.eagle3 import Eagle3Config, Eagle3Head
+from eyas.models.target_weights import TargetWeights
 
 _NOISE = 0.02
 _ROPE_FIELDS = ("rope_parameters", "rope_theta", "rope_scaling")
@@ -37,36 +37,88 @@ class TargetOutput:
     @staticmethod
     def load(folder: Path, config: DecoderConfig, dtype: torch.dtype) -> TargetOutput:
         """Read it from the target's folder."""
-        checkpoint = Checkpoint(folder)
-        name = "model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
         return TargetOutput(
-            norm=checkpoint.read("model.norm.weight", (config.hidden_size,), dtype),
-            weight=checkpoint.read(name, (config.vocab_size, config.hidden_size), dtype),
+            norm=Checkpoint(folder).read("model.norm.weight", (config.hidden_size,), dtype),
+            weight=TargetWeights(folder, config).output(dtype),
             eps=config.rms_norm_eps,
         )
 
     def restricted(self, token_ids: Tensor) -> TargetOutput:
-        """The same over the ids `[Vd]` only."""
+        """The same over the ids `[Vd]` only, strictly increasing."""
+        if token_ids.shape[0] == self.weight.shape[0]:
+            return self
         return TargetOutput(self.norm, self.weight[token_ids].contiguous(), self.eps)
+
+    def normed(self, states: Tensor) -> Tensor:
+        """States after the final norm, `[T, H]`, from those before it."""
+        return F.rms_norm(states, self.norm.shape, self.norm, self.eps)
 
     def logits(self, states: Tensor) -> Tensor:
         """Scores after each state before the final norm, `[T, H]` to `[T, V]`."""
-        return F.linear(F.rms_norm(states, self.norm.shape, self.norm, self.eps), self.weight)
+        return F.linear(self.normed(states), self.weight)
 
 
-def head_config(target: DecoderConfig, aux_layers: tuple[int, ...], draft_vocab_size: int) -> dict[str, Any]:
-    """`config.json` of a head in the published layout, sized like one layer of the target.
+class NewWeights:
+    """Hands out the tensors of a new head.
 
-    Layer ids are written as residual-stream indices. SGLang, vLLM and Eyas all read them so, unless the first is 1,
-    which some take for a layer's output.
-
-    Raises:
-        ValueError: for layers that cannot be written without that ambiguity.
+    Args:
+        compute_dtype: of frozen tensors, which need no float32 copy; trained ones are float32.
     """
-    if not aux_layers or aux_layers[0] == 1 or not all(0 <= index <= target.num_layers for index in aux_layers):
-        raise ValueError(f"aux_layers: {aux_layers} must lie within the target and must not begin with 1")
+
+    def __init__(self, folder: Path, target: DecoderConfig, compute_dtype: torch.dtype, seed: int) -> None:
+        self.target = target
+        self._weights = TargetWeights(folder, target)
+        self._checkpoint = Checkpoint(folder)
+        self._compute_dtype = compute_dtype
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def embedding(self) -> Tensor:
+        """The target's, frozen, `[V, H]`."""
+        return self._weights.embedding(self._compute_dtype)
+
+    def frozen_output(self) -> Tensor:
+        """The target's output projection, frozen, `[V, H]`."""
+        return self._weights.output(self._compute_dtype)
+
+    def output(self) -> Tensor:
+        """The target's output projection to start from, float32 `[V, H]`."""
+        return self._weights.output(torch.float32).clone()
+
+    def final_norm(self) -> Tensor:
+        """Weight of the target's final norm, `[H]`."""
+        return self._checkpoint.read("model.norm.weight", (self.target.hidden_size,), torch.float32)
+
+    def noise(self, *shape: int) -> Tensor:
+        """Small normal noise."""
+        return torch.randn(shape, generator=self._generator) * _NOISE
+
+    def last_layer(self, name: str, *shape: int) -> Tensor:
+        """A weight of the target's last layer, such as `self_attn.q_proj`."""
+        layer = f"model.layers.{self.target.num_layers - 1}"
+        return self._checkpoint.read(f"{layer}.{name}.weight", shape, torch.float32)
+
+    def last_block(self) -> dict[str, Tensor]:
+        """All projections and norms of the target's last layer, under their published names."""
+        target = self.target
+        hidden, inner = target.hidden_size, target.intermediate_size
+        query, kv = target.num_heads * target.head_dim, target.num_kv_heads * target.head_dim
+        shapes = {
+            "self_attn.q_proj": (query, hidden),
+            "self_attn.k_proj": (kv, hidden),
+            "self_attn.v_proj": (kv, hidden),
+            "self_attn.o_proj": (hidden, query),
+            "mlp.gate_proj": (inner, hidden),
+            "mlp.up_proj": (inner, hidden),
+            "mlp.down_proj": (hidden, inner),
+            "input_layernorm": (hidden,),
+            "post_attention_layernorm": (hidden,),
+        }
+        return {f"{name}.weight": self.last_layer(name, *shape) for name, shape in shapes.items()}
+
+
+def layer_config(target: DecoderConfig) -> dict[str, Any]:
+    """Fields of a head's `config.json` that size it like one layer of the target."""
     return {
-        "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
         "num_hidden_layers": 1,
         "hidden_size": target.hidden_size,
@@ -81,59 +133,6 @@ def head_config(target: DecoderConfig, aux_layers: tuple[int, ...], draft_vocab_
         "max_position_embeddings": target.max_positions,
         **{name: target.raw[name] for name in _ROPE_FIELDS if target.raw.get(name) is not None},
         "vocab_size": target.vocab_size,
-        "draft_vocab_size": draft_vocab_size,
         "tie_word_embeddings": False,
         "torch_dtype": "bfloat16",
-        "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(aux_layers), "use_aux_hidden_state": True},
     }
-
-
-def new_head(
-    folder: Path,
-    target: DecoderConfig,
-    aux_layers: tuple[int, ...],
-    token_ids: Tensor,
-    compute_dtype: torch.dtype,
-    seed: int,
-) -> Eagle3Head:
-    """A trainable float32 head that begins as the target's last layer reading its last fused state.
-
-    Args:
-        token_ids: draft vocabulary, strictly increasing, int64 `[Vd]`.
-        compute_dtype: of the frozen embedding, which is not trained and so needs no float32 copy.
-    """
-    config = Eagle3Config.from_dict(head_config(target, aux_layers, token_ids.shape[0]), target)
-    checkpoint, generator = Checkpoint(folder), torch.Generator().manual_seed(seed)
-    hidden, inner = config.hidden_size, config.intermediate_size
-    query, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-
-    def last_layer(name: str, *shape: int) -> Tensor:
-        return checkpoint.read(f"model.layers.{target.num_layers - 1}.{name}.weight", shape, torch.float32)
-
-    def noise(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator) * _NOISE
-
-    def projection(part: str, rows: int) -> Tensor:
-        return torch.cat([noise(rows, hidden), last_layer(f"self_attn.{part}_proj", rows, hidden)], dim=1)
-
-    output = TargetOutput.load(folder, target, torch.float32)
-    embedding = checkpoint.read("model.embed_tokens.weight", (target.vocab_size, hidden), compute_dtype)
-    fuse = noise(hidden, len(aux_layers) * hidden) * 0.1
-    fuse[:, -hidden:] += torch.eye(hidden)
-    tensors = {
-        "fc.weight": fuse,
-        "midlayer.self_attn.q_proj.weight": projection("q", query),
-        "midlayer.self_attn.k_proj.weight": projection("k", kv),
-        "midlayer.self_attn.v_proj.weight": projection("v", kv),
-        "midlayer.self_attn.o_proj.weight": last_layer("self_attn.o_proj", hidden, query),
-        "midlayer.input_layernorm.weight": torch.ones(hidden),
-        "midlayer.hidden_norm.weight": last_layer("input_layernorm", hidden),
-        "midlayer.post_attention_layernorm.weight": last_layer("post_attention_layernorm", hidden),
-        "midlayer.mlp.gate_proj.weight": last_layer("mlp.gate_proj", inner, hidden),
-        "midlayer.mlp.up_proj.weight": last_layer("mlp.up_proj", inner, hidden),
-        "midlayer.mlp.down_proj.weight": last_layer("mlp.down_proj", hidden, inner),
-        "norm.weight": output.norm,
-        "lm_head.weight": output.weight[token_ids].clone(),
-        "d2t": token_ids - torch.arange(token_ids.shape[0]),
-    }
-    return Eagle3Head(config, tensors, embedding, target.max_positions, trainable=True)

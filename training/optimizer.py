@@ -1,29 +1,33 @@
-"""Two optimisers in one: Muon for the matrices inside the head, AdamW for the output projection and the norms.
+"""Two optimisers in one: Muon for the matrices inside the head, AdamW for output projections, norms and biases.
 
 Muon moves a matrix by an orthogonalised step, of equal size in every direction. In the few thousand steps a small
-corpus allows, that learns more than AdamW alone. The output projection is a table of rows for separate tokens, which
+corpus allows, that learns more than AdamW alone. An output projection is a table of rows for separate tokens, which
 gains nothing from it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
-
-from eyas.models.eagle3 import Eagle3Head
+from torch import Tensor, nn
 
 
 class HeadOptimizer:
     """Args:
+    projections: the head's output projections.
     rate: of AdamW, at `set_rate(1.0)`.
     matrix_rate: of Muon, scaled so that a step is of the size AdamW's would be at this rate; 0 leaves all to AdamW.
     matrix_decay: weight decay of the matrices; the others have none.
     """
 
-    def __init__(self, head: Eagle3Head, rate: float, matrix_rate: float, matrix_decay: float) -> None:
+    def __init__(
+        self, head: nn.Module, projections: Iterable[Tensor], rate: float, matrix_rate: float, matrix_decay: float
+    ) -> None:
         trained = [weight for weight in head.parameters() if weight.requires_grad]
-        matrices = [weight for weight in trained if weight.ndim == 2 and weight is not head.output.weight]
+        tables = {id(weight) for weight in projections}
+        matrices = [weight for weight in trained if weight.ndim == 2 and id(weight) not in tables]
         if not matrix_rate:
             matrices = []
         chosen = {id(weight) for weight in matrices}

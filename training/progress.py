@@ -7,8 +7,8 @@ from types import TracebackType
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from eyas.training.objective import Validation
 from eyas.training.training_log import StepRecord
+from eyas.training.validation import Validation
 
 _SMOOTHING = 0.9
 

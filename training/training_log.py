@@ -11,7 +11,7 @@ from pathlib import Path
 class StepRecord:
     """Args:
     step: steps done before this one.
-    accuracy: per training-time-test step, how often head and target favour the same token.
+    accuracy: per level, how often head and target favour the same token.
     rate_share: of the highest learning rates.
     num_tokens: rows of the batch.
     """

@@ -1,12 +1,12 @@
 """Training-time test (EAGLE-3): the head is trained on what it will see when it drafts, its own states.
 
-Step 0 is a causal pass over whole conversations with fused target features. Step k continues every base by one more
+Step 0 is a causal pass over whole conversations with target features. Step k continues every base by one more
 token: its input is the head's own state from step k - 1 and the true token, its RoPE position is k further on, and its
 query sees the keys of step 0 up to the base and one key from each of its own steps 1 … k. Bases never see each other's
 later steps, so from step 1 on only the bases are computed.
 
 Letters: B conversations, S longest conversation, Q most bases of a conversation, T rows, R bases, Hq / Hkv heads,
-G = Hq / Hkv, D head dim, A fused layers, H hidden.
+G = Hq / Hkv, D head dim, F features of a position, H width of the head's state.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from eyas.models.attention import PLAIN_ATTENTION, AttentionOptions
-from eyas.models.eagle3 import Eagle3Head
+from eyas.models.head import DraftHead
 from eyas.training.dataset import Batch
 
 
-def training_time_test(head: Eagle3Head, features: Tensor, batch: Batch, num_steps: int) -> list[Tensor]:
-    """The head's states, before its final norm, at every base of every step: `num_steps` tensors `[R_k, H]`.
+def training_time_test(head: DraftHead, features: Tensor, batch: Batch, num_steps: int) -> list[Tensor]:
+    """The head's states at every base of every step: `num_steps` tensors `[R_k, H]`.
 
     Args:
-        features: the columns of the batch's features that the head fuses, `[T, A * H]`, in the head's dtype.
+        features: what the head reads of the batch's features, `[T, F]`, in the head's dtype.
     """
     attention = ChainAttention(batch)
     inputs = batch.next_ids.clamp(

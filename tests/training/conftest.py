@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch import Tensor
 
 from eyas.models.config import DecoderConfig
+from eyas.models.eagle3 import Eagle3Head
 from eyas.training.corpus import Shard
 from eyas.training.dataset import Corpus
+from eyas.training.eagle3_method import Eagle3Method
+from eyas.training.initialisation import NewWeights
 
 HIDDEN, VOCAB, NUM_LAYERS = 32, 64, 6
 STOP = 2
@@ -80,3 +85,16 @@ def shard() -> Shard:
 @pytest.fixture(scope="session")
 def corpus(shard: Shard) -> Corpus:
     return Corpus([shard], max_length=64, stop_token_id=STOP)
+
+
+@pytest.fixture(scope="session")
+def new_eagle3(target: DecoderConfig, target_folder: Path) -> Callable[..., Eagle3Head]:
+    """Makes an EAGLE-3 head for a draft vocabulary."""
+
+    def make(
+        token_ids: Tensor, dtype: torch.dtype = torch.float32, seed: int = 0, aux_layers: tuple[int, ...] = (2, 3, 5)
+    ) -> Eagle3Head:
+        weights = NewWeights(target_folder, target, dtype, seed)
+        return Eagle3Method(aux_layers).new_head(weights, token_ids, num_levels=3)
+
+    return make

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,22 +10,26 @@ from eyas.models.config import DecoderConfig
 from eyas.models.eagle3 import Eagle3Head
 from eyas.models.head_loading import load_head
 from eyas.models.target_weights import TargetWeights
-from eyas.training.export import draw_curve, export_head
-from eyas.training.initialisation import head_config, new_head
+from eyas.training.eagle3_method import Eagle3Method, head_config
+from eyas.training.export import draw_curve
 from eyas.training.training_log import StepRecord, TrainingLog
 
 
 @pytest.mark.parametrize("aux_layers", [(2, 3, 5), (0, 3), (3, 1, 6)])
 def test_an_exported_head_loads_back_identical(
-    target: DecoderConfig, target_folder: Path, tmp_path: Path, aux_layers: tuple[int, ...]
+    target: DecoderConfig,
+    target_folder: Path,
+    new_eagle3: Callable[..., Eagle3Head],
+    tmp_path: Path,
+    aux_layers: tuple[int, ...],
 ) -> None:
     """Catches a tensor exported under another's name, a vocabulary map off by its offsets, and shifted aux layers."""
     token_ids = torch.arange(1, 64, 3)
-    head = new_head(target_folder, target, aux_layers, token_ids, torch.bfloat16, seed=0)
+    head = new_eagle3(token_ids, torch.bfloat16, aux_layers=aux_layers)
     with torch.no_grad():
         for weight in head.parameters():  # every value one that bfloat16 can hold
             weight.copy_(weight.to(torch.bfloat16))
-    export_head(head, tmp_path)
+    Eagle3Method(aux_layers).export(head, tmp_path)
     loaded = load_head(tmp_path, TargetWeights(target_folder, target), torch.bfloat16, torch.device("cpu"))
     assert isinstance(loaded, Eagle3Head)
     assert loaded.config == head.config

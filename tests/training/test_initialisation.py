@@ -1,18 +1,20 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from eyas.models.checkpoint import Checkpoint
 from eyas.models.config import DecoderConfig
-from eyas.training.initialisation import TargetOutput, new_head
+from eyas.models.eagle3 import Eagle3Head
+from eyas.training.initialisation import TargetOutput
 
 
-def test_a_new_head_starts_from_the_target(target: DecoderConfig, target_folder: Path) -> None:
+def test_a_new_head_starts_from_the_target(new_eagle3: Callable[..., Eagle3Head], target_folder: Path) -> None:
     """Catches the embedding half and the state half of the projections exchanged, and output rows of other tokens."""
     token_ids = torch.tensor([3, 5, 8, 60])
-    head = new_head(target_folder, target, (2, 3, 5), token_ids, torch.bfloat16, seed=0)
+    head = new_eagle3(token_ids, torch.bfloat16)
     tensors, checkpoint = head.checkpoint_tensors(), Checkpoint(target_folder)
     last_query = checkpoint.read("model.layers.5.self_attn.q_proj.weight", (32, 32), torch.float32)
     embedding = checkpoint.read("model.embed_tokens.weight", (64, 32), torch.float32)
@@ -25,11 +27,9 @@ def test_a_new_head_starts_from_the_target(target: DecoderConfig, target_folder:
     torch.testing.assert_close(head.fc(states), states[:, 64:], atol=0.15, rtol=0)
 
 
-def test_seeds_differ_and_repeat(target: DecoderConfig, target_folder: Path) -> None:
+def test_seeds_differ_and_repeat(new_eagle3: Callable[..., Eagle3Head]) -> None:
     """Catches noise drawn from the global generator, which a resumed process would not repeat."""
-    first, again, other = (
-        new_head(target_folder, target, (2, 3, 5), torch.arange(9), torch.float32, seed).fc.weight for seed in (0, 0, 1)
-    )
+    first, again, other = (new_eagle3(torch.arange(9), seed=seed).fc.weight for seed in (0, 0, 1))
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,17 +11,20 @@ from torch import Tensor
 from eyas.models.config import DecoderConfig
 from eyas.models.eagle3 import Eagle3Head
 from eyas.training.dataset import Batch, Corpus
-from eyas.training.initialisation import TargetOutput, new_head
-from eyas.training.objective import Objective, validate
+from eyas.training.eagle3_method import Eagle3Method
+from eyas.training.initialisation import TargetOutput
+from eyas.training.objective import Objective
 from eyas.training.ttt import training_time_test
+from eyas.training.validation import validate
 
 NUM_STEPS, STEP_DECAY = 3, 0.5
 DRAFT_IDS = torch.arange(0, 64, 2)
+METHOD = Eagle3Method((2, 3, 5))
 
 
 @pytest.fixture
-def head(target: DecoderConfig, target_folder: Path) -> Eagle3Head:
-    return new_head(target_folder, target, (2, 3, 5), DRAFT_IDS, torch.float32, seed=0)
+def head(new_eagle3: Callable[..., Eagle3Head]) -> Eagle3Head:
+    return new_eagle3(DRAFT_IDS)
 
 
 @pytest.fixture
@@ -63,7 +67,7 @@ def test_loss_equals_a_naive_loop(corpus: Corpus, head: Eagle3Head, output: Targ
     """Catches a target taken one row off, a softmax over the whole vocabulary, kept rows that emitted an id the head
     cannot propose, and steps that all weigh the same."""
     batch = corpus.batch(corpus.conversations)
-    loss, accuracy = Objective(head, output.restricted(DRAFT_IDS), NUM_STEPS, STEP_DECAY).compute(batch)
+    loss, accuracy = Objective(METHOD, head, output, DRAFT_IDS, NUM_STEPS, STEP_DECAY).compute(batch)
     expected = 0.0
     for step, states in enumerate(states_of(head, batch)):
         losses, hits = [], []
@@ -83,8 +87,10 @@ def test_gradients_arrive_in_float32(
     corpus: Corpus, head: Eagle3Head, target_folder: Path, target: DecoderConfig
 ) -> None:
     """Catches gradients that stay with the bfloat16 copies, and an embedding that is trained."""
-    output = TargetOutput.load(target_folder, target, torch.bfloat16).restricted(DRAFT_IDS)
-    loss, _ = Objective(head, output, NUM_STEPS, STEP_DECAY).compute(corpus.batch(corpus.conversations))
+    output = TargetOutput.load(target_folder, target, torch.bfloat16)
+    loss, _ = Objective(METHOD, head, output, DRAFT_IDS, NUM_STEPS, STEP_DECAY).compute(
+        corpus.batch(corpus.conversations)
+    )
     loss.backward()
     assert [name for name, weight in head.named_parameters() if weight.grad is None] == ["embedding"]
     assert all(weight.grad.dtype == torch.float32 for weight in head.parameters() if weight.grad is not None)
@@ -95,7 +101,7 @@ def test_validation_counts_by_hand(corpus: Corpus, head: Eagle3Head, output: Tar
     cumulative, and chains that go on after a wrong token. Two batches, so that neither overwrites the other."""
     groups = [corpus.conversations[:2], corpus.conversations[2:]]
     batches = [with_proposed_tokens(corpus.batch(group), head) for group in groups]
-    measured = validate(head, output, batches, NUM_STEPS)
+    measured = validate(METHOD, head, output, batches, NUM_STEPS)
     hits = torch.zeros(NUM_STEPS, 4)
     totals, num_bases, num_accepted = [0] * NUM_STEPS, 0, 0
     for batch in batches:

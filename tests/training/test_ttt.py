@@ -1,15 +1,13 @@
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
 
-from eyas.models.config import DecoderConfig
 from eyas.models.eagle3 import Eagle3Head
 from eyas.training.dataset import Corpus
-from eyas.training.initialisation import new_head
 from eyas.training.ttt import training_time_test
 
 NUM_STEPS = 4
@@ -51,8 +49,8 @@ def draft_by_hand(head: Eagle3Head, features: Tensor, token_ids: Tensor, base: i
 
 
 @pytest.fixture
-def head(target: DecoderConfig, target_folder: Path) -> Eagle3Head:
-    return new_head(target_folder, target, (2, 3, 5), torch.arange(0, 64, 2), torch.float32, seed=0).double()
+def head(new_eagle3: Callable[..., Eagle3Head]) -> Eagle3Head:
+    return new_eagle3(torch.arange(0, 64, 2)).double()
 
 
 @torch.no_grad()

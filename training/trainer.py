@@ -1,96 +1,31 @@
-"""Training an EAGLE-3 head on a corpus its target wrote."""
+"""Training a draft head on a corpus its target wrote."""
 
 from __future__ import annotations
 
 import copy
 import math
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
 
 from eyas.models.config import DecoderConfig
-from eyas.models.eagle3 import Eagle3Head
 from eyas.training.corpus import read_shard, shard_files
 from eyas.training.dataset import Batch, Corpus, make_batches, training_order
-from eyas.training.initialisation import TargetOutput, new_head
-from eyas.training.objective import Objective, Validation, validate
+from eyas.training.initialisation import NewWeights, TargetOutput
+from eyas.training.methods import training_method
+from eyas.training.objective import Objective
 from eyas.training.optimizer import HeadOptimizer
+from eyas.training.training_config import TrainingConfig
 from eyas.training.training_log import StepRecord, TrainingLog
+from eyas.training.validation import Validation, validate
 from eyas.training.vocabulary import choose_vocabulary, count_tokens
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _STATE_FILE = "training-state.pt"
 _PACE_STEPS = 20  # steps timed before a run given in minutes knows its number of steps
 _SLACK = 0.95  # of the minutes is planned with, because a shared machine slows down
-
-
-@dataclass(frozen=True, slots=True)
-class Eagle3TrainingConfig:
-    """How to train.
-
-    Args:
-        num_steps: batches to train on; None takes as many as fit into `max_minutes`.
-        max_minutes: wall time to plan for when `num_steps` is None, judged by the speed of the first steps.
-        tokens_per_batch: rows of a batch.
-        ttt_steps: steps of the training-time test; step i counts `step_decay ** i`.
-        learning_rate, matrix_rate, matrix_decay: see `HeadOptimizer`.
-        warmup_steps: the rates rise linearly over these, then fall along a cosine to `final_rate_share`.
-        validation_share: the last conversations of the corpus, not trained on.
-        dtype: what is computed in; weights and optimiser are always float32.
-    """
-
-    num_steps: int | None = None
-    max_minutes: float | None = None
-    draft_vocab_size: int = 8192
-    tokens_per_batch: int = 3000
-    max_length: int = 2048
-    ttt_steps: int = 3
-    step_decay: float = 0.8
-    learning_rate: float = 1.2e-3
-    matrix_rate: float = 1e-2
-    matrix_decay: float = 0.1
-    final_rate_share: float = 0.02
-    warmup_steps: int = 40
-    max_grad_norm: float = 1.0
-    validation_share: float = 0.02
-    checkpoint_minutes: float = 5.0
-    dtype: str = "bfloat16"
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if (self.num_steps is None) == (self.max_minutes is None):
-            raise ValueError("num_steps, max_minutes: give exactly one of them")
-        for name in ("num_steps", "draft_vocab_size", "tokens_per_batch", "ttt_steps"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name}: must be at least 1, got {value}")
-        for name in ("max_minutes", "learning_rate", "step_decay", "max_grad_norm", "checkpoint_minutes"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ValueError(f"{name}: must be above 0, got {value}")
-        if self.max_length < 3:
-            raise ValueError(f"max_length: must be at least 3, got {self.max_length}")
-        if not 0.0 < self.validation_share < 1.0:
-            raise ValueError(f"validation_share: must be between 0 and 1, got {self.validation_share}")
-        if not 0.0 <= self.final_rate_share <= 1.0:
-            raise ValueError(f"final_rate_share: must be between 0 and 1, got {self.final_rate_share}")
-        if min(self.warmup_steps, self.matrix_rate, self.matrix_decay) < 0:
-            raise ValueError("warmup_steps, matrix_rate, matrix_decay: must not be negative")
-        if self.dtype not in _DTYPES:
-            raise ValueError(f"dtype: {self.dtype} is not supported; use one of {sorted(_DTYPES)}")
-
-    def rate_share(self, step: int, num_steps: int | None) -> float:
-        """Share of the rates a step uses; as long as `num_steps` is unknown it only warms up."""
-        warmup = self.warmup_steps if num_steps is None else min(self.warmup_steps, num_steps // 5)
-        if step < warmup or num_steps is None:
-            return min(1.0, (step + 1) / max(1, warmup))
-        progress = min(1.0, (step - warmup) / max(1, num_steps - warmup))
-        cosine = 0.5 * (1.0 + math.cos(math.pi * progress))
-        return self.final_rate_share + (1.0 - self.final_rate_share) * cosine
 
 
 class Observer(Protocol):
@@ -103,20 +38,21 @@ class Observer(Protocol):
         """After every validation."""
 
 
-class Eagle3Trainer:
+class HeadTrainer:
     """One training run, resumable from its work folder.
 
     The order of batches depends on seed and step alone, and nothing else is random, so a resumed run repeats the losses
     an uninterrupted one would have had, whatever the time it was killed.
 
     Args:
-        aux_layers: residual-stream indices the head fuses; the corpus holds them and then the last one.
-        stop_token_id: always part of the draft vocabulary.
+        stop_token_id: the loss is always taken over it too.
+        aux_layers: residual-stream indices the corpus holds before the last one, which an EAGLE-3 head fuses; None is
+            the target's default ones.
     """
 
     def __init__(
         self,
-        config: Eagle3TrainingConfig,
+        config: TrainingConfig,
         target_folder: Path,
         corpus_folder: Path,
         work_folder: Path,
@@ -130,29 +66,32 @@ class Eagle3Trainer:
         self.elapsed_s = 0.0
         state = self._read_state()
         target = DecoderConfig.from_folder(target_folder)
-        dtype = _DTYPES[config.dtype]
+        dtype = config.compute_dtype
         self._shard_names = (
             [file.name for file in shard_files(corpus_folder)] if state is None else state["shard_names"]
         )
         shards = [read_shard(corpus_folder / name) for name in self._shard_names]
         self.corpus = Corpus(shards, config.max_length, stop_token_id)
-        self.aux_layers = aux_layers or target.default_aux_layers()
-        width, expected = shards[0].features.shape[1], (len(self.aux_layers) + 1) * target.hidden_size
+        aux_layers = aux_layers or target.default_aux_layers()
+        width, expected = shards[0].features.shape[1], (len(aux_layers) + 1) * target.hidden_size
         if width != expected:
-            raise ValueError(
-                f"{corpus_folder}: features are {width} wide, {self.aux_layers} and the last need {expected}"
-            )
+            raise ValueError(f"{corpus_folder}: features are {width} wide, {aux_layers} and the last need {expected}")
         self.training, validation = self.corpus.split(config.validation_share)
         answers = (self.corpus.answer(conversation) for conversation in self.training)
         self.vocabulary = choose_vocabulary(
             count_tokens(answers, target.vocab_size), config.draft_vocab_size, [stop_token_id]
         )
-        self.head = new_head(target_folder, target, self.aux_layers, self.vocabulary.token_ids, dtype, config.seed)
+        self.method = training_method(config.kind, aux_layers)
+        weights = NewWeights(target_folder, target, dtype, config.seed)
+        self.head = self.method.new_head(weights, self.vocabulary.token_ids, config.num_levels)
         self._output = TargetOutput.load(target_folder, target, dtype)
         self._objective = Objective(
-            self.head, self._output.restricted(self.vocabulary.token_ids), config.ttt_steps, config.step_decay
+            self.method, self.head, self._output, self.vocabulary.token_ids, config.num_levels, config.level_decay
         )
-        self._optimizer = HeadOptimizer(self.head, config.learning_rate, config.matrix_rate, config.matrix_decay)
+        projections = [self.method.projection(self.head, level) for level in range(config.num_levels)]
+        self._optimizer = HeadOptimizer(
+            self.head, projections, config.learning_rate, config.matrix_rate, config.matrix_decay
+        )
         by_length = sorted(validation, key=lambda item: item.length)
         self._validation = [self.corpus.batch(group) for group in make_batches(by_length, config.tokens_per_batch)]
         if state is not None:
@@ -201,8 +140,12 @@ class Eagle3Trainer:
 
     def validate(self) -> Validation:
         """Measure the head on the validation conversations, in the dtype it is trained in."""
-        head = copy.deepcopy(self.head).to(_DTYPES[self.config.dtype])
-        return validate(head, self._output, self._validation, self.config.ttt_steps)
+        head = copy.deepcopy(self.head).to(self.config.compute_dtype)
+        return validate(self.method, head, self._output, self._validation, self.config.num_levels)
+
+    def export(self, folder: Path) -> None:
+        """Write the head as it is now; see `TrainingMethod.export`."""
+        self.method.export(self.head, folder)
 
     def _train_on(self, batch: Batch, begin: float) -> StepRecord:
         share = self.config.rate_share(self.step, self.num_steps)
@@ -227,7 +170,9 @@ class Eagle3Trainer:
                 "num_steps": self.num_steps,
                 "elapsed_s": self.elapsed_s,
                 "shard_names": self._shard_names,
-                "weights": _without_embedding(self.head),
+                "weights": {
+                    name: weight.detach() for name, weight in self.head.named_parameters() if weight.requires_grad
+                },
                 "optimizer": self._optimizer.state(),
             },
             partial,
@@ -241,11 +186,11 @@ class Eagle3Trainer:
         state: dict[str, Any] = torch.load(file, weights_only=True)
         given = asdict(self.config)
         changed = [
-            name for name, value in state["config"].items() if name != "checkpoint_minutes" and given[name] != value
+            name for name, value in state["config"].items() if name != "checkpoint_minutes" and given.get(name) != value
         ]
         if changed:
             raise ValueError(
-                f"{file} was written with {changed[0]} = {state['config'][changed[0]]}, now it is {given[changed[0]]}; "
+                f"{file} was written with {changed[0]} = {state['config'][changed[0]]}, now it is {given.get(changed[0])}; "
                 "resume with the same settings or choose another work folder"
             )
         return state
@@ -254,7 +199,3 @@ class Eagle3Trainer:
         self.head.load_state_dict(state["weights"], strict=False)
         self._optimizer.load_state(state["optimizer"])
         self.step, self.num_steps, self.elapsed_s = state["step"], state["num_steps"], state["elapsed_s"]
-
-
-def _without_embedding(head: Eagle3Head) -> dict[str, Tensor]:
-    return {name: weight for name, weight in head.state_dict().items() if name != "embedding"}

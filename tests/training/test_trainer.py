@@ -9,12 +9,14 @@ import torch
 from safetensors.torch import save_file
 
 from eyas.training.corpus import Shard
-from eyas.training.eagle3_trainer import Eagle3Trainer, Eagle3TrainingConfig
-from eyas.training.objective import Validation
+from eyas.training.trainer import HeadTrainer
+from eyas.training.training_config import TrainingConfig
 from eyas.training.training_log import StepRecord, read_log
+from eyas.training.validation import Validation
 
 STOP = 2
-CONFIG = Eagle3TrainingConfig(
+CONFIG = TrainingConfig(
+    kind="eagle3",
     num_steps=12,
     draft_vocab_size=32,
     tokens_per_batch=30,
@@ -59,9 +61,9 @@ def write_shard(shard: Shard, file: Path) -> None:
 
 @pytest.fixture
 def make_trainer(target_folder: Path, corpus_folder: Path, tmp_path: Path) -> Any:
-    def make(work: str = "work", **changes: Any) -> Eagle3Trainer:
+    def make(work: str = "work", **changes: Any) -> HeadTrainer:
         config = dataclasses.replace(CONFIG, **changes)
-        return Eagle3Trainer(config, target_folder, corpus_folder, tmp_path / work, STOP, aux_layers=(2, 3, 5))
+        return HeadTrainer(config, target_folder, corpus_folder, tmp_path / work, STOP, aux_layers=(2, 3, 5))
 
     return make
 
@@ -127,9 +129,9 @@ def test_rate_rises_then_falls() -> None:
         ("max_minutes", 5.0),
         ("num_steps", 0),
         ("draft_vocab_size", 0),
-        ("ttt_steps", 0),
+        ("num_levels", 0),
         ("learning_rate", 0.0),
-        ("step_decay", float("nan")),
+        ("level_decay", float("nan")),
         ("validation_share", 1.0),
         ("final_rate_share", 2.0),
         ("max_length", 2),
