@@ -190,8 +190,8 @@ class HeadTrainer:
         ]
         if changed:
             raise ValueError(
-                f"{file} was written with {changed[0]} = {state['config'][changed[0]]}, now it is {given.get(changed[0])}; "
-                "resume with the same settings or choose another work folder"
+                f"{file} was written with {changed[0]} = {state['config'][changed[0]]}, now it is "
+                f"{given.get(changed[0])}; resume with the same settings or choose another work folder"
             )
         return state
 
