@@ -1,4 +1,7 @@
-"""What the native decoder needs to know of a Llama-family checkpoint, read from its Hugging Face `config.json`."""
+"""What Eyas needs to know of a target, read from its Hugging Face `config.json`.
+
+Llama-family files are read here; everything else through `transformers`, see `models.transformers_config`.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,10 @@ class DecoderConfig:
     """Sizes and switches of a decoder; `raw` keeps the file for the RoPE variants that transformers computes.
 
     Args:
+        num_kv_heads, head_dim, value_head_dim: of the cached keys and values; MLA models cache them expanded.
+        intermediate_size, rms_norm_eps, qk_norm: read by the native decoder alone.
         qk_norm: RMSNorm over the head dimension of queries and keys (Qwen3).
+        is_native: `LlamaDecoder` runs it; otherwise `TransformersDecoder` does.
     """
 
     architecture: str
@@ -35,10 +41,12 @@ class DecoderConfig:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    value_head_dim: int
     rms_norm_eps: float
     max_positions: int
     tie_word_embeddings: bool
     qk_norm: bool
+    is_native: bool
     raw: dict[str, Any]
 
     @staticmethod
@@ -46,29 +54,22 @@ class DecoderConfig:
         """Normalise a `config.json`.
 
         Raises:
-            ValueError: naming the field, for an architecture or option the native decoder does not implement.
+            ValueError: naming the field, for an architecture or option that cannot be served.
         """
         architecture = (raw.get("architectures") or ["?"])[0]
-        if architecture not in NATIVE_ARCHITECTURES:
-            raise ValueError(f"architectures: {architecture} is not supported; use one of {NATIVE_ARCHITECTURES}")
-        if raw.get("hidden_act", "silu") != "silu":
-            raise ValueError(f"hidden_act: {raw['hidden_act']} is not supported; only silu is")
-        if raw.get("mlp_bias"):
-            raise ValueError("mlp_bias: true is not supported")
         if raw.get("quantization_config"):
             raise ValueError("quantization_config: quantised weights are not supported; use the unquantised checkpoint")
+        if architecture not in NATIVE_ARCHITECTURES or needs_transformers(raw, architecture):
+            from eyas.models.transformers_config import decoder_fields
+
+            return DecoderConfig(architecture=architecture, is_native=False, raw=raw, **decoder_fields(raw))
         require_fields(raw, *_REQUIRED_FIELDS)
         max_positions = int(raw["max_position_embeddings"])
-        window = raw.get("sliding_window")
-        if window is not None and raw.get("use_sliding_window", True) and int(window) < max_positions:
-            raise ValueError(
-                f"sliding_window: {window} is shorter than max_position_embeddings {max_positions}; windowed attention "
-                f"is not supported: lower max_position_embeddings to {window} in config.json to serve without it"
-            )
         num_heads = int(raw["num_attention_heads"])
         num_kv_heads = int(raw.get("num_key_value_heads") or num_heads)
         if num_heads % num_kv_heads:
             raise ValueError(f"num_key_value_heads: {num_kv_heads} does not divide num_attention_heads {num_heads}")
+        head_dim = int(raw.get("head_dim") or raw["hidden_size"] // num_heads)
         return DecoderConfig(
             architecture=architecture,
             vocab_size=int(raw["vocab_size"]),
@@ -77,11 +78,13 @@ class DecoderConfig:
             num_layers=int(raw["num_hidden_layers"]),
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
-            head_dim=int(raw.get("head_dim") or raw["hidden_size"] // num_heads),
+            head_dim=head_dim,
+            value_head_dim=head_dim,
             rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
             max_positions=max_positions,
             tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
             qk_norm=architecture == "Qwen3ForCausalLM",
+            is_native=True,
             raw=raw,
         )
 
@@ -92,6 +95,8 @@ class DecoderConfig:
 
     def tensor_parallel_sizes(self) -> list[int]:
         """Numbers of ranks this model can be split over: divisors of its heads and of its MLP."""
+        if not self.is_native:
+            return [1]
         return [
             size
             for size in range(1, self.num_kv_heads + 1)
@@ -100,6 +105,12 @@ class DecoderConfig:
 
     def check_tensor_parallel(self, size: int) -> None:
         """Raise `ValueError`, naming the sizes that work, if the model cannot be split over `size` ranks."""
+        if size != 1 and not self.is_native:
+            raise ValueError(
+                f"tensor_parallel_size: {size} cannot split {self.architecture}, which runs through transformers; only "
+                f"{', '.join(NATIVE_ARCHITECTURES)} without sliding window, mlp_bias or another hidden_act than silu "
+                "can be split; use 1"
+            )
         if size not in self.tensor_parallel_sizes():
             raise ValueError(
                 f"tensor_parallel_size: {size} cannot split {self.num_heads} query heads, {self.num_kv_heads} "
@@ -107,9 +118,28 @@ class DecoderConfig:
                 f"{self.tensor_parallel_sizes()}"
             )
 
+    @property
+    def final_index(self) -> int:
+        """Capture index of the state after the final norm; 0 … num_layers are residual-stream states before it."""
+        return self.num_layers + 1
+
     def default_aux_layers(self) -> tuple[int, ...]:
         """Residual-stream indices EAGLE-3 reads unless a head says otherwise: low, middle and high."""
         return (2, self.num_layers // 2, self.num_layers - 3)
+
+
+def needs_transformers(raw: dict[str, Any], architecture: str) -> bool:
+    """Whether a native architecture has an option on that only its `transformers` implementation has."""
+    window, max_positions = raw.get("sliding_window"), raw.get("max_position_embeddings")
+    is_windowed = (
+        architecture != "LlamaForCausalLM"
+        and window is not None
+        and max_positions is not None
+        and int(window) < int(max_positions)
+        and bool(raw.get("use_sliding_window", architecture == "MistralForCausalLM"))
+    )
+    # Llama has no window whatever its file says; Mistral's is on unless switched off, Qwen's off unless switched on.
+    return is_windowed or raw.get("hidden_act", "silu") != "silu" or bool(raw.get("mlp_bias"))
 
 
 def require_fields(raw: dict[str, Any], *names: str) -> None:

@@ -3,7 +3,7 @@
 It knows nothing of batches, caches or pages: the runner passes an `Attention`. Any residual-stream states can be
 captured for a draft head on the way.
 
-Letters: T tokens, H hidden, A captured layers, V vocabulary.
+Letters: T tokens, H hidden, V vocabulary.
 """
 
 from __future__ import annotations
@@ -18,21 +18,11 @@ from torch import Tensor, nn
 from eyas.models.attention import Attention
 from eyas.models.checkpoint import Checkpoint
 from eyas.models.config import DecoderConfig
+from eyas.models.decoder import DecoderOutput
 from eyas.models.layers import GatedMLP, RMSNorm, SelfAttention
 from eyas.models.linear import Linear
 from eyas.models.parallel import TensorParallel
 from eyas.models.rope import RotaryTable
-
-
-@dataclass(frozen=True, slots=True)
-class DecoderOutput:
-    """Args:
-    hidden: after the final norm, what `logits` reads, `[T, H]`.
-    features: captured residual-stream states side by side, `[T, A * H]`, or None if none were asked for.
-    """
-
-    hidden: Tensor
-    features: Tensor | None
 
 
 class DecoderLayer(nn.Module):
@@ -73,15 +63,18 @@ class LlamaDecoder(nn.Module):
         self.rotary = rotary
         self.parallel = parallel
 
+    @property
+    def device(self) -> torch.device:
+        return self.embedding.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.embedding.dtype
+
     def forward(
         self, token_ids: Tensor, positions: Tensor, attention: Attention, capture: tuple[int, ...] = ()
     ) -> DecoderOutput:
-        """Run rows `token_ids [T]` at `positions [T]`.
-
-        Args:
-            capture: residual-stream indices to return as features: k is the state after k layers, before the final
-                norm.
-        """
+        """See `Decoder`."""
         residual = F.embedding(token_ids, self.embedding)
         rotation = self.rotary.lookup(positions, residual.dtype)
         captured = {}
@@ -91,8 +84,9 @@ class LlamaDecoder(nn.Module):
             residual = layer(residual, rotation, attention)
         if len(self.layers) in capture:
             captured[len(self.layers)] = residual
+        hidden = captured[self.config.final_index] = self.norm(residual)
         features = torch.cat([captured[index] for index in capture], dim=-1) if capture else None
-        return DecoderOutput(hidden=self.norm(residual), features=features)
+        return DecoderOutput(hidden=hidden, features=features)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """`[T, H]` to full-vocabulary logits `[T, V]`, joined over ranks."""

@@ -3,7 +3,7 @@
 Target and drafter each own a pool; the page numbers and slots are the same on both sides, so a page granted, moved or
 freed means the same token positions everywhere.
 
-Letters: S slots, Hkv heads, D head dim.
+Letters: S slots, Hkv heads, D head dim, Dv head dim of the values.
 """
 
 from __future__ import annotations
@@ -35,21 +35,38 @@ class KVPool:
     """Keys and values of every layer, in one block so that a move touches all layers at once.
 
     Args:
-        caches: `[2 * layers, S, Hkv, D]`; `keys[l]` and `values[l]` are views of it, `[S, Hkv, D]`.
+        value_head_dim: Dv where it differs from `head_dim`; keys and values then have a block each.
+
+    Attributes:
+        blocks: `[2 * layers, S, Hkv, D]`, or `[layers, S, Hkv, D]` and `[layers, S, Hkv, Dv]`; what `compact` moves.
+        keys, values: each layer's view of them, `[S, Hkv, D]` and `[S, Hkv, Dv]`.
     """
 
     def __init__(
         self, layout: PoolLayout, num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype,
-        device: torch.device,
+        device: torch.device, value_head_dim: int | None = None,
     ) -> None:  # fmt: skip
         self.layout = layout
-        shape = (2 * num_layers, layout.num_slots, num_kv_heads, head_dim)
-        self.caches = torch.zeros(shape, dtype=dtype, device=device)
-        self.keys = list(self.caches[:num_layers])
-        self.values = list(self.caches[num_layers:])
+
+        def block(count: int, width: int) -> Tensor:
+            return torch.zeros((count, layout.num_slots, num_kv_heads, width), dtype=dtype, device=device)
+
+        self.blocks: tuple[Tensor, ...]
+        if value_head_dim is None or value_head_dim == head_dim:
+            both = block(2 * num_layers, head_dim)
+            self.blocks = (both,)
+            self.keys, self.values = list(both[:num_layers]), list(both[num_layers:])
+        else:
+            self.blocks = (block(num_layers, head_dim), block(num_layers, value_head_dim))
+            self.keys, self.values = list(self.blocks[0]), list(self.blocks[1])
+
+    @property
+    def caches(self) -> list[Tensor]:
+        """Keys of every layer, then values of every layer."""
+        return [*self.keys, *self.values]
 
     def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Store rows `[T, Hkv, D]` at `slots [T]`."""
+        """Store rows `[T, Hkv, D]` and `[T, Hkv, Dv]` at `slots [T]`."""
         self.keys[layer].index_copy_(0, slots, keys)
         self.values[layer].index_copy_(0, slots, values)
 

@@ -9,16 +9,17 @@ import torch
 
 from eyas.kernels.static_tree import TreeChoices
 from eyas.models.config import DecoderConfig
+from eyas.models.decoder import load_target_decoder
 from eyas.models.head import DraftHead
 from eyas.models.head_files import HeadOptions
 from eyas.models.head_loading import HeadConfig, load_head, normalise_head, open_head
 from eyas.models.linear import pack_linears
-from eyas.models.llama import load_decoder
 from eyas.models.parallel import TensorParallel
 from eyas.models.target_weights import TargetWeights
 from eyas.workers.draft import DraftRunner
 from eyas.workers.kv_pool import PoolLayout
 from eyas.workers.probe import ProbeReport, probe_head
+from eyas.workers.self_check import check_target
 from eyas.workers.target import TargetRunner
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -106,8 +107,8 @@ class EngineSpec(msgspec.Struct, frozen=True):
 def load_target(spec: EngineSpec, parallel: TensorParallel | None = None) -> TargetRunner:
     """Load one target rank."""
     spec.check_device()
-    model = load_decoder(Path(spec.target_folder), spec.torch_dtype, torch.device(spec.device), parallel)
-    pack_linears(model)
+    model = load_target_decoder(Path(spec.target_folder), spec.torch_dtype, torch.device(spec.device), parallel)
+    check_target(model)
     return TargetRunner(model, spec.layout, spec.capture())
 
 

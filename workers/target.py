@@ -14,15 +14,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from eyas.kernels.build import ancestor_mask, full_mask
+from eyas.kernels.build import ancestor_mask, full_mask, node_positions
 from eyas.kernels.compact import compact
 from eyas.kernels.verify import AcceptedPaths, verify_walk
-from eyas.models.llama import LlamaDecoder
+from eyas.models.decoder import Decoder
 from eyas.workers.kv_pool import KVPool, PageTable, PoolLayout
 from eyas.workers.messages import AcceptedRun, StepPlan
 from eyas.workers.sampler import RowSampling, choose_tokens
 from eyas.workers.sampling import SamplingParams
-from eyas.workers.segments import PagedAttention, Segment, causal_segment
+from eyas.workers.segments import PagedAttention, Segment, causal_segment, tree_key_positions
 from eyas.workers.tree_batch import TreeBatch
 
 
@@ -79,18 +79,20 @@ class _StepRows:
 class TargetRunner:
     """Executes step plans on one rank."""
 
-    def __init__(self, model: LlamaDecoder, layout: PoolLayout, capture: tuple[int, ...]) -> None:
+    def __init__(self, model: Decoder, layout: PoolLayout, capture: tuple[int, ...]) -> None:
         """Args:
-        capture: residual-stream indices to publish for the draft head; empty without speculation.
+        capture: states to publish for the draft head, see `Decoder`; empty without speculation.
         """
         config = model.config
         self.model = model
-        self.device = model.embedding.device
-        self.dtype = model.embedding.dtype
+        self.device = model.device
+        self.dtype = model.dtype
         self.capture = capture
         self.layout = layout
         kv_heads = config.num_kv_heads // model.parallel.size
-        self.pool = KVPool(layout, config.num_layers, kv_heads, config.head_dim, self.dtype, self.device)
+        self.pool = KVPool(
+            layout, config.num_layers, kv_heads, config.head_dim, self.dtype, self.device, config.value_head_dim
+        )
         self._group = config.num_heads // config.num_kv_heads
         self._requests: dict[int, TargetRequest] = {}
 
@@ -173,9 +175,16 @@ class TargetRunner:
             key_slots.append(torch.nn.functional.pad(slots, (0, max_keys - slots.numel()), value=int(slots[0])))
         mask = full_mask(ancestor_mask(batch.trees), batch.committed, batch.trees.num_nodes)
         is_real = None if batch.is_uniform else batch.is_real
-        rows.segments.append(
-            Segment.build(batch.row_index, is_real, torch.stack(key_slots), mask, self._group, self.dtype)
-        )
+        query_positions = key_positions = None
+        if not self.model.config.is_native:  # native layers have no windows, the only readers of positions
+            depths = torch.tensor(batch.depths, device=self.device)
+            query_positions = node_positions(depths, batch.committed)
+            key_positions = tree_key_positions(depths, batch.committed, max_keys)
+        segment = Segment.build(
+            batch.row_index, is_real, torch.stack(key_slots), mask, self._group, self.dtype,
+            query_positions=query_positions, key_positions=key_positions,
+        )  # fmt: skip
+        rows.segments.append(segment)
         return batch
 
     def _add_chunk(self, request_id: int, length: int, rows: _StepRows) -> int:
@@ -252,7 +261,9 @@ class TargetRunner:
             block = pages.range(run.start, run.start + int(batch.trees.num_nodes[row]))
             sources.append(block[path])
             destinations.append(block[: run.num_committed])
-        compact(self.pool.caches, torch.cat(sources), torch.cat(destinations))
+        source_slots, destination_slots = torch.cat(sources), torch.cat(destinations)
+        for block in self.pool.blocks:
+            compact(block, source_slots, destination_slots)
 
     def _commit_chunk(self, request_id: int, length: int, chosen: Tensor, scored: int | None) -> AcceptedRun:
         """Commit prompt rows; `scored` is the index in `chosen` of the prompt's last row, None before the end."""

@@ -1,0 +1,85 @@
+"""What a runner asks of a target model, whichever implementation is behind it.
+
+Letters: T tokens, H hidden, A captured states, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from eyas.models.attention import Attention
+from eyas.models.config import DecoderConfig
+from eyas.models.linear import pack_linears
+from eyas.models.parallel import TensorParallel
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderOutput:
+    """Args:
+    hidden: after the final norm, what `logits` reads, `[T, H]`.
+    features: captured states side by side, `[T, A * H]`, or None if none were asked for.
+    """
+
+    hidden: Tensor
+    features: Tensor | None
+
+
+class Decoder(Protocol):
+    """A target on one rank, over flat token rows; batches, caches and pages are the `Attention`'s business."""
+
+    @property
+    def config(self) -> DecoderConfig: ...
+
+    @property
+    def parallel(self) -> TensorParallel: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the states, keys and values."""
+        ...
+
+    def __call__(
+        self, token_ids: Tensor, positions: Tensor, attention: Attention, capture: tuple[int, ...] = ()
+    ) -> DecoderOutput:
+        """Run rows `token_ids [T]` at `positions [T]`.
+
+        Args:
+            capture: states to return as features: k is the residual stream after k layers, before the final norm;
+                `config.final_index` is the state after that norm.
+        """
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """`[T, H]` to full-vocabulary logits `[T, V]`, joined over ranks."""
+        ...
+
+
+def load_target_decoder(
+    folder: Path, dtype: torch.dtype, device: torch.device, parallel: TensorParallel | None = None
+) -> Decoder:
+    """Load one rank of the target in a Hugging Face safetensors folder, natively where its architecture is known.
+
+    Its linear layers are packed for inference.
+
+    Raises:
+        ValueError: naming the field or tensor that is wrong, or what the architecture has that cannot be served.
+    """
+    from eyas.models.llama import load_decoder
+    from eyas.models.transformers_decoder import load_transformers_decoder
+
+    parallel = parallel or TensorParallel()
+    config = DecoderConfig.from_folder(folder)
+    config.check_tensor_parallel(parallel.size)
+    if config.is_native:
+        native = load_decoder(folder, dtype, device, parallel)
+        pack_linears(native)
+        return native
+    return load_transformers_decoder(folder, config, dtype, device)

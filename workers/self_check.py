@@ -1,0 +1,77 @@
+"""A target that runs through `transformers` must say the same with Eyas's attention as with its own, or is not served.
+
+One short text, prefilled and then continued by a tree of two branches, against the eager forward of both branches. It
+takes the place of a list of architectures that work: whatever keeps a state that does not branch, or counts positions
+by itself, differs here.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from eyas.kernels.build import ancestor_mask, full_mask, node_depths, node_positions
+from eyas.kernels.tree import pad_trees
+from eyas.models.decoder import Decoder
+from eyas.models.transformers_decoder import NUM_CHECKED_TOKENS, NUM_SHARED_TOKENS, TransformersDecoder
+from eyas.workers.kv_pool import KVPool, PoolLayout
+from eyas.workers.segments import PagedAttention, Segment, causal_segment, tree_key_positions
+
+# Norm of the difference over the norm of the logits. Another order of summation gives 1e-6 in float32 and 1e-2 in
+# bfloat16; a wrong mask, position or state gives 1e-1 and more.
+_TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 6e-2}
+_PARENTS = [-1, 0, 0, 1, 2]  # the root, then both branches side by side
+
+
+def check_target(decoder: Decoder) -> None:
+    """Compare with the reference the decoder was loaded with, and drop it; a native decoder has none.
+
+    Raises:
+        ValueError: naming the architecture and how far off it is.
+    """
+    if not isinstance(decoder, TransformersDecoder) or decoder.reference is None:
+        return
+    reference, decoder.reference = decoder.reference, None
+    expected = torch.cat(
+        [reference.logits[0, :NUM_SHARED_TOKENS]]
+        + [reference.logits[:, depth] for depth in range(NUM_SHARED_TOKENS, NUM_CHECKED_TOKENS)]
+    )
+    with torch.inference_mode():
+        found = _paged_logits(decoder, reference.token_ids)
+    difference = float((found.float() - expected.float()).norm() / expected.float().norm())
+    if not difference <= _TOLERANCES[decoder.dtype]:
+        raise ValueError(
+            f"architectures: {decoder.config.architecture} was refused by the self-check: over a draft tree its logits "
+            f"differ from those of transformers by {difference:.1e} of their size, at most "
+            f"{_TOLERANCES[decoder.dtype]:.0e} is rounding in {str(decoder.dtype).removeprefix('torch.')}; use another "
+            "model, see docs/targets.md"
+        )
+
+
+def _paged_logits(decoder: TransformersDecoder, token_ids: Tensor) -> Tensor:
+    """Logits of the shared tokens, then of both branches' tokens level by level."""
+    config, device = decoder.config, decoder.device
+    group = config.num_heads // config.num_kv_heads
+    prompt = token_ids[0, : NUM_SHARED_TOKENS - 1]
+    tree_tokens = torch.cat([token_ids[0, NUM_SHARED_TOKENS - 1 : NUM_SHARED_TOKENS],
+                             token_ids[:, NUM_SHARED_TOKENS:].T.reshape(-1)])  # fmt: skip
+    num_prompt, num_slots = prompt.numel(), prompt.numel() + tree_tokens.numel()
+    pool = KVPool(
+        PoolLayout(num_slots, 1), config.num_layers, config.num_kv_heads, config.head_dim, decoder.dtype, device,
+        config.value_head_dim,
+    )  # fmt: skip
+    slots = torch.arange(num_slots, device=device).flip(0)
+    rows = torch.arange(num_slots, device=device)
+    chunk = causal_segment(rows[:num_prompt], slots[:num_prompt], 0, group, decoder.dtype)
+    first = decoder(prompt, rows[:num_prompt], PagedAttention(pool, slots[:num_prompt], [chunk])).hidden
+
+    trees = pad_trees([(tree_tokens.tolist(), _PARENTS)])
+    committed, depths = torch.tensor([num_prompt]), node_depths(trees)
+    mask = full_mask(ancestor_mask(trees), committed, trees.num_nodes).to(device)
+    positions = node_positions(depths, committed).to(device)
+    segment = Segment.build(
+        rows[None, : tree_tokens.numel()], None, slots[None], mask, group, decoder.dtype,
+        query_positions=positions, key_positions=tree_key_positions(depths, committed, num_slots).to(device),
+    )  # fmt: skip
+    second = decoder(tree_tokens, positions[0], PagedAttention(pool, slots[num_prompt:], [segment])).hidden
+    return torch.cat([decoder.logits(first), decoder.logits(second)])
