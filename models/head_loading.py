@@ -14,6 +14,8 @@ from eyas.models.eagle3 import Eagle3Config, load_eagle3
 from eyas.models.eagle_folder import open_eagle_folder
 from eyas.models.head import DraftHead
 from eyas.models.head_files import HeadFiles, HeadOptions
+from eyas.models.mtp import MtpConfig, load_mtp
+from eyas.models.mtp_tensors import open_mtp_checkpoint
 from eyas.models.target_weights import TargetWeights
 
 
@@ -45,8 +47,11 @@ class HeadKind:
 
 
 # The first that recognises a path reads it.
-_FORMATS: tuple[Callable[[Path], HeadFiles | None], ...] = (open_eagle_folder,)
-_KINDS = {"eagle3": HeadKind(Eagle3Config.normalise, load_eagle3)}
+_FORMATS: tuple[Callable[[Path], HeadFiles | None], ...] = (open_mtp_checkpoint, open_eagle_folder)
+_KINDS = {
+    "eagle3": HeadKind(Eagle3Config.normalise, load_eagle3),
+    "mtp": HeadKind(MtpConfig.normalise, load_mtp),
+}
 
 
 def open_head(path: Path) -> HeadFiles:

@@ -64,7 +64,10 @@ class DraftRunner:
         cache = head.cache
         if cache is not None:
             self._group = cache.num_heads // cache.num_kv_heads
-            self.pool = KVPool(layout, cache.num_layers, cache.num_kv_heads, cache.head_dim, self.dtype, self.device)
+            self.pool = KVPool(
+                layout, cache.num_layers, cache.num_kv_heads, cache.head_dim, self.dtype, self.device,
+                cache.value_head_dim,
+            )  # fmt: skip
 
     @property
     def num_granted_pages(self) -> int:
