@@ -22,7 +22,8 @@ from eyas.models.head import Candidates, DraftHead, HeadCache, Ranker
 from eyas.models.head_files import HeadFiles, HeadOptions
 from eyas.models.linear import Linear
 from eyas.models.mtp_block import MtpBlock, block_cache, block_config
-from eyas.models.mtp_tensors import GLUE, SHARED_COPIES, MtpTensors, module_of
+from eyas.models.mtp_layout import GLUE, SHARED_COPIES, MtpTensors
+from eyas.models.mtp_tensors import module_of
 from eyas.models.target_weights import TargetWeights
 
 

@@ -10,7 +10,8 @@ from torch import Tensor
 from eyas.models.checkpoint import Checkpoint
 from eyas.models.head_files import HeadFiles
 from eyas.models.head_loading import open_head
-from eyas.models.mtp_tensors import MtpTensors, module_of, open_mtp_checkpoint
+from eyas.models.mtp_layout import MtpTensors
+from eyas.models.mtp_tensors import module_of, open_mtp_checkpoint
 
 if TYPE_CHECKING:
     from tests.conftest import TinyModels
