@@ -21,6 +21,7 @@ from eyas.models.mtp_layout import MtpTensors
 from eyas.models.transformers_attention import ATTENTION_NAME, running
 
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
+_GROUPED_MULTIPLE = 8  # rows of a grouped matrix product must be whole units of 16 bytes, in bfloat16 as well
 _FUSED_EXPERTS = "mlp.experts.gate_up_proj"
 # Fields that describe the target's many layers or its storage; the module is one layer with full attention.
 _NOT_OF_THE_BLOCK = ("model_type", "architectures", "auto_map", "quantization_config", "layer_types", "mlp_layer_types")
@@ -93,7 +94,8 @@ def block_config(raw: dict[str, Any], has_experts: bool) -> PretrainedConfig:
             "keys cannot follow; use default, linear, llama3 or yarn"
         )
     config._attn_implementation = ATTENTION_NAME
-    config._experts_implementation = "eager"
+    widths = (config.hidden_size, getattr(config, "moe_intermediate_size", 0))
+    config._experts_implementation = "eager" if any(width % _GROUPED_MULTIPLE for width in widths) else "grouped_mm"
     return config
 
 

@@ -14,12 +14,13 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from eyas.models.attention import PLAIN_ATTENTION, Attention, AttentionOptions
+from eyas.models.checkpoint import Checkpoint
 from eyas.models.config import DecoderConfig
 from eyas.models.head import HeadCache
-from eyas.models.head_files import HeadOptions
+from eyas.models.head_files import HeadFiles, HeadOptions
 from eyas.models.head_loading import load_head
 from eyas.models.llama import load_decoder
-from eyas.models.mtp import MtpHead
+from eyas.models.mtp import MtpHead, load_mtp
 from eyas.models.target_weights import TargetWeights
 
 if TYPE_CHECKING:
@@ -68,8 +69,30 @@ QWEN_NEXT = {
     "head_dim": 12,
     "num_experts": 4,
     "num_experts_per_tok": 2,
-    "moe_intermediate_size": 20,
+    "moe_intermediate_size": 24,
     "shared_expert_intermediate_size": 24,
+    "max_position_embeddings": 256,
+}
+QWEN_3_5 = {
+    "model_type": "qwen3_5_text",
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": HIDDEN,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+}
+SPECULATORS_LAYER = {
+    "model_type": "qwen3",
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": HIDDEN,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 12,
     "max_position_embeddings": 256,
 }
 YARN = {
@@ -90,6 +113,7 @@ class Family:
         architecture, options: of the target.
         block: `config.json` of a module beside its target; None if it lies in the target's own folder.
         layer: folder and class prefix of its decoder layer in `transformers`.
+        rotary: the rest of the name of its rotary embedding.
         prefix: of the layer's tensors; that of the others goes before each of `names`.
         names: of the embedding's norm, the hidden state's norm, the projection and the final norm.
     """
@@ -98,6 +122,7 @@ class Family:
     layer: tuple[str, str]
     prefix: str
     names: tuple[str, str, str, str]
+    rotary: str = "RotaryEmbedding"
     options: dict[str, Any] = field(default_factory=dict)
     block: dict[str, Any] | None = None
     layer_options: dict[str, Any] = field(default_factory=dict)
@@ -117,12 +142,14 @@ QWEN_NAMES = {
     "prefix": "mtp.layers.0.",
     "names": ("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm"),
 }
+LAYERNORMS = ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm")
+SPECULATORS_NAMES = {
+    "prefix": "mtp_layers.0.",
+    "names": tuple(f"mtp_layers.0.{name}" for name in LAYERNORMS),
+}
 MIMO_NAMES = {
     "prefix": "model.mtp_layers.0.",
-    "names": tuple(
-        f"model.mtp_layers.0.{name}"
-        for name in ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm")
-    ),
+    "names": tuple(f"model.mtp_layers.0.{name}" for name in LAYERNORMS),
     "hidden_first": True,
     "masks_first": True,
 }
@@ -150,7 +177,15 @@ FAMILIES = {
     "glm": replace(DEEPSEEK, architecture="Glm4MoeForCausalLM", layer=("glm4_moe", "Glm4Moe"), options=GLM),
     "qwen3-next": QWEN3_NEXT,
     "qwen3-next dense": replace(QWEN3_NEXT, layer_options=QWEN3_NEXT.layer_options | {"mlp_only_layers": [0]}),
+    "qwen3.5": replace(QWEN3_NEXT, layer=("qwen3_5", "Qwen3_5"), rotary="TextRotaryEmbedding", block=QWEN_3_5),
+    "qwen3.5 moe": replace(
+        QWEN3_NEXT,
+        layer=("qwen3_5_moe", "Qwen3_5Moe"),
+        rotary="TextRotaryEmbedding",
+        block=QWEN_3_5 | QWEN_NEXT | {"model_type": "qwen3_5_moe_text", "head_dim": 16},
+    ),
     "mimo": Family("Qwen2ForCausalLM", ("qwen2", "Qwen2"), **MIMO_NAMES),
+    "speculators": Family("Qwen3ForCausalLM", ("qwen3", "Qwen3"), block=SPECULATORS_LAYER, **SPECULATORS_NAMES),
 }
 
 
@@ -196,11 +231,14 @@ class Published:
             save_file(load_file(folder / "model.safetensors") | tensors, folder / "model.safetensors")
         else:
             folder = tiny_models.write(family.block, tensors)
-        rotary = getattr(code, f"{prefix}RotaryEmbedding")(config)
+        rotary = getattr(code, prefix + family.rotary)(config)
         return Published(family, target, folder, layer, rotary, tensors, config.rms_norm_eps)
 
     def load(self, options: HeadOptions | None = None) -> MtpHead:
         weights = TargetWeights(self.target, DecoderConfig.from_folder(self.target))
+        if self.family is FAMILIES["speculators"]:  # its folder is another module's business, its names are not
+            files = HeadFiles("mtp", "speculators mtp folder", self.folder, SPECULATORS_LAYER, Checkpoint(self.folder))
+            return load_mtp(files, weights, options or HeadOptions(), torch.float32, CPU).eval()
         head = load_head(self.folder, weights, torch.float32, CPU, options)
         assert isinstance(head, MtpHead)
         return head
