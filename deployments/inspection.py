@@ -67,7 +67,7 @@ def inspect_path(path: Path, target_folder: Path | None, options: HeadOptions) -
     try:
         target_config = DecoderConfig.from_folder(target_folder)
         config = normalise_head(files, target_config, options)
-        found.fields = _plain(dataclasses.asdict(config)) if dataclasses.is_dataclass(config) else {}  # type: ignore[arg-type]
+        found.fields = _plain(dataclasses.asdict(config)) if dataclasses.is_dataclass(config) else {}
         found.fields["reads target states"] = list(config.capture)
         found.fields["other plausible readings"] = [list(each) for each in config.plausible_captures[1:]]
         head = load_head(path, TargetWeights(target_folder, target_config), torch.float32, _CPU, options)

@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from eyas.cluster.placement import engine_bundles
 from eyas.deployments.pages import PageAllocator
 from eyas.deployments.scheduler import Scheduler, TreeShape
+from eyas.kernels.published_trees import named_tree
 from eyas.models.catalog import DEFAULT_TARGET, resolve_head, resolve_target
 from eyas.models.head_files import HeadOptions
 from eyas.workers.loading import EngineSpec
@@ -69,8 +70,6 @@ class EngineSettings(BaseModel):
             clash = sorted(self.model_fields_set & {"node_budget", "draft_depth", "width"})
             if clash:
                 raise ValueError(f"tree: the fixed shape {self.tree} sets {clash[0]}; give one or the other")
-            from eyas.kernels.published_trees import named_tree
-
             return TreeShape.fixed(named_tree(self.tree))
         if self.node_budget == 1:
             return TreeShape()

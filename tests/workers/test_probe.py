@@ -37,10 +37,8 @@ class EmbeddingReader(DraftHead):
         self.candidate_ids = torch.arange(self.guesses.shape[0])
 
     def extend(self, features: Tensor, token_ids: Tensor, positions: Tensor, attention: Attention) -> Tensor:
-        distance = torch.cdist(features, self.embedding, compute_mode="donot_use_mm_for_euclid_dist").amin(
-            dim=1, keepdim=True
-        )
-        return torch.where(distance < 1e-3, self.guesses[token_ids], -self.guesses[token_ids])
+        is_embedding = (features[:, None] == self.embedding).all(dim=2).any(dim=1, keepdim=True)
+        return torch.where(is_embedding, self.guesses[token_ids], -self.guesses[token_ids])
 
     def step(self, states: Tensor, token_ids: Tensor, positions: Tensor, attention: Attention) -> Tensor:
         raise NotImplementedError
