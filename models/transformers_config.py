@@ -34,6 +34,11 @@ def decoder_fields(raw: dict[str, Any]) -> dict[str, Any]:
     for name in names:
         if not isinstance(getattr(text, name, None), int):
             raise ValueError(f"{name}: is missing from the config.json of {architecture}")
+    if not _has_one_size(text):
+        raise ValueError(
+            f"head_dim: the layers of {architecture} have heads of several sizes, and a pool of pages has one; use a "
+            "model whose layers are alike"
+        )
     num_heads, head_dim = text.num_attention_heads, getattr(text, "head_dim", None)
     num_kv_heads = getattr(text, "num_key_value_heads", None) or num_heads
     head_dim = head_dim or text.hidden_size // num_heads
@@ -55,6 +60,15 @@ def decoder_fields(raw: dict[str, Any]) -> dict[str, Any]:
         "tie_word_embeddings": bool(getattr(config, "tie_word_embeddings", False)),
         "qk_norm": False,
     }
+
+
+def _has_one_size(text: Any) -> bool:
+    """Whether all layers have the same heads; where they vary, `transformers` raises on reading the field for all."""
+    try:
+        _ = [getattr(text, name, None) for name in ("head_dim", "num_attention_heads", "num_key_value_heads")]
+    except RuntimeError:
+        return False
+    return True
 
 
 def _known_config(raw: dict[str, Any], architecture: str) -> Any:

@@ -25,6 +25,8 @@ from eyas.models.transformers_probe import PROBE_NAME, measure_windows
 
 NUM_CHECKED_TOKENS = 11
 NUM_SHARED_TOKENS = 9
+# What a model's own code raises when it is run in a way it was not written for.
+UNSERVABLE = (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +107,10 @@ def load_transformers_decoder(
             note_states(_layers_of(decoder, config))
             windows = measure_windows(decoder, config, reference.token_ids[0])
             _set_attention(model, ATTENTION_NAME)
-        return TransformersDecoder(config, model, windows, reference).eval()
-    except (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+            served = TransformersDecoder(config, model, windows, reference).eval()
+            served.logits(torch.zeros(1, config.hidden_size, dtype=dtype, device=device))
+        return served
+    except UNSERVABLE as error:
         reason = str(error) or type(error).__name__
         raise ValueError(
             f"architectures: {config.architecture} in {folder} cannot be served through transformers: {reason}; see "

@@ -13,13 +13,18 @@ from torch import Tensor
 from eyas.kernels.build import ancestor_mask, full_mask, node_depths, node_positions
 from eyas.kernels.tree import pad_trees
 from eyas.models.decoder import Decoder
-from eyas.models.transformers_decoder import NUM_CHECKED_TOKENS, NUM_SHARED_TOKENS, TransformersDecoder
+from eyas.models.transformers_decoder import (
+    NUM_CHECKED_TOKENS,
+    NUM_SHARED_TOKENS,
+    UNSERVABLE,
+    TransformersDecoder,
+)
 from eyas.workers.kv_pool import KVPool, PoolLayout
 from eyas.workers.segments import PagedAttention, Segment, causal_segment, tree_key_positions
 
-# Norm of the difference over the norm of the logits. Another order of summation gives 1e-6 in float32 and 1e-2 in
-# bfloat16; a wrong mask, position or state gives 1e-1 and more.
-_TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 6e-2}
+# Norm of the difference over the norm of the logits. Another order of summation gives 2e-6 in float32 and 3e-2 in
+# bfloat16 over 30 layers; a wrong mask, position or state gives more than 1e-1.
+_TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 1e-1}
 _PARENTS = [-1, 0, 0, 1, 2]  # the root, then both branches side by side
 
 
@@ -36,8 +41,14 @@ def check_target(decoder: Decoder) -> None:
         [reference.logits[0, :NUM_SHARED_TOKENS]]
         + [reference.logits[:, depth] for depth in range(NUM_SHARED_TOKENS, NUM_CHECKED_TOKENS)]
     )
-    with torch.inference_mode():
-        found = _paged_logits(decoder, reference.token_ids)
+    try:
+        with torch.inference_mode():
+            found = _paged_logits(decoder, reference.token_ids)
+    except UNSERVABLE as error:
+        raise ValueError(
+            f"architectures: {decoder.config.architecture} was refused by the self-check: {error}; use another model, "
+            "see docs/targets.md"
+        ) from error
     difference = float((found.float() - expected.float()).norm() / expected.float().norm())
     if not difference <= _TOLERANCES[decoder.dtype]:
         raise ValueError(

@@ -63,6 +63,8 @@ def of(architecture: str, model_type: str, **options: Any) -> dict[str, Any]:
         (of("Qwen3NextForCausalLM", "qwen3_next"), "layer_types: Qwen3NextForCausalLM has linear_attention"),
         (of("DeepseekV32ForCausalLM", "deepseek_v32"), "layer_types: DeepseekV32ForCausalLM has indexed_attention"),
         (of("Llama4ForCausalLM", "llama4_text"), "layer_types: Llama4ForCausalLM has chunked_attention layers"),
+        (of("Gemma4ForCausalLM", "gemma4_text", head_dim=8, global_head_dim=16), "head_dim: the layers of Gemma4"),
+        (of("Qwen2VLForConditionalGeneration", "qwen2_vl"), "generates text from other inputs only"),
         (of("T5ForConditionalGeneration", "t5"), "T5ForConditionalGeneration is an encoder-decoder"),
         (of("SomeForCausalLM", "some"), "model_type: some of SomeForCausalLM cannot be read"),
         (of("FalconForCausalLM", "falcon", alibi=True), "alibi: FalconForCausalLM adds position biases"),

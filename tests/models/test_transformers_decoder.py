@@ -280,6 +280,35 @@ def test_models_that_attend_otherwise_are_refused(
         load(folder)
 
 
+def test_text_decoder_of_a_multimodal_model(tmp_path: Path) -> None:
+    """Catches a vision tower kept in memory, and logits of a model whose decoder lies one level deeper."""
+    from transformers import Gemma3Config, Gemma3ForConditionalGeneration
+
+    text = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "head_dim": 8,
+            "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256,
+            "sliding_window": WINDOW}  # fmt: skip
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+              "image_size": 28, "patch_size": 14}  # fmt: skip
+    config = Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_index=60,
+                          boi_token_index=58, eoi_token_index=59)  # fmt: skip
+    Gemma3ForConditionalGeneration(config).save_pretrained(tmp_path)
+    decoder = load(tmp_path)
+    check_target(decoder)
+    assert isinstance(decoder, TransformersDecoder)
+    assert not any("vision" in name for name, _ in decoder.named_parameters())
+
+
+def test_decoder_within_a_decoder_is_refused(tmp_path: Path) -> None:
+    """Catches a failure in the first step of a model whose logits are not made from its decoder's states."""
+    from transformers import OPTConfig, OPTForCausalLM
+
+    config = OPTConfig(vocab_size=61, hidden_size=32, ffn_dim=48, num_hidden_layers=2, num_attention_heads=4,
+                       word_embed_proj_dim=32, max_position_embeddings=256)  # fmt: skip
+    OPTForCausalLM(config).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"OPTForCausalLM in .* cannot be served through transformers"):
+        load(tmp_path)
+
+
 def test_bidirectional_attention_is_refused(tiny_models: TinyModels) -> None:
     """Catches a mask whose far end the short self-check never reaches: the probe must read it as it is."""
     folder = tiny_models.target("Gemma3ForCausalLM", head_dim=8, sliding_window=WINDOW)

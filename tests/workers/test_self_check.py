@@ -42,7 +42,7 @@ class NeighbourMixing(nn.Module):
         self.inner = inner
 
     def forward(self, x: Tensor) -> Tensor:
-        mixed: Tensor = self.inner(x + 0.3 * nn.functional.pad(x, (0, 0, 1, 0))[:, :-1])
+        mixed: Tensor = self.inner(x + nn.functional.pad(x, (0, 0, 1, 0))[:, :-1])
         return mixed
 
 
