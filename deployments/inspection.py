@@ -158,5 +158,9 @@ def _count_tensors(found: Inspection, source: TensorSource) -> None:
 
 
 def _plain(config: dict[str, Any]) -> dict[str, Any]:
-    """Without the raw file, which is on disk to be read."""
-    return {name: value for name, value in config.items() if name != "raw" and not isinstance(value, dict)}
+    """Flat, without the raw file, which is on disk to be read."""
+    flat: dict[str, Any] = {}
+    for name, value in config.items():
+        if name not in ("raw", "plausible_captures", "capture"):  # the last two are told apart from the rest
+            flat |= _plain(value) if isinstance(value, dict) else {name: value}
+    return flat

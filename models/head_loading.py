@@ -10,12 +10,15 @@ from typing import Protocol
 import torch
 
 from eyas.models.config import DecoderConfig
-from eyas.models.eagle3 import Eagle3Config, load_eagle3
+from eyas.models.eagle import EagleConfig, load_eagle
+from eyas.models.eagle3 import load_eagle3
+from eyas.models.eagle3_config import Eagle3Config
 from eyas.models.eagle_folder import open_eagle_folder
 from eyas.models.head import DraftHead
 from eyas.models.head_files import HeadFiles, HeadOptions
 from eyas.models.mtp import MtpConfig, load_mtp
 from eyas.models.mtp_tensors import open_mtp_checkpoint
+from eyas.models.speculators_folder import open_speculators_folder
 from eyas.models.target_weights import TargetWeights
 
 
@@ -47,8 +50,13 @@ class HeadKind:
 
 
 # The first that recognises a path reads it.
-_FORMATS: tuple[Callable[[Path], HeadFiles | None], ...] = (open_mtp_checkpoint, open_eagle_folder)
+_FORMATS: tuple[Callable[[Path], HeadFiles | None], ...] = (
+    open_speculators_folder,
+    open_mtp_checkpoint,
+    open_eagle_folder,
+)
 _KINDS = {
+    "eagle": HeadKind(EagleConfig.normalise, load_eagle),
     "eagle3": HeadKind(Eagle3Config.normalise, load_eagle3),
     "mtp": HeadKind(MtpConfig.normalise, load_mtp),
 }

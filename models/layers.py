@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from eyas.models.attention import Attention
+from eyas.models.attention import PLAIN_ATTENTION, Attention, AttentionOptions
 from eyas.models.linear import Linear
 from eyas.models.parallel import TensorParallel
 from eyas.models.rope import rotate
@@ -33,6 +33,7 @@ class SelfAttention(nn.Module):
     Args:
         qkv: `[(Hq + 2 Hkv) D, in]`, query rows first; `in` is H, or 2H in an EAGLE-3 head.
         q_norm, k_norm: per-head norms over D, or None.
+        options: how its attention departs from the plain one.
     """
 
     def __init__(
@@ -46,9 +47,11 @@ class SelfAttention(nn.Module):
         q_norm: RMSNorm | None = None,
         k_norm: RMSNorm | None = None,
         parallel: TensorParallel | None = None,
+        options: AttentionOptions = PLAIN_ATTENTION,
     ) -> None:
         super().__init__()
         self.layer = layer
+        self.options = options
         self.qkv = qkv
         self.output = output
         self.num_heads = num_heads
@@ -67,7 +70,10 @@ class SelfAttention(nn.Module):
             query, key = rotated.split([self.num_heads, self.num_kv_heads], dim=1)
             rotated = torch.cat([self.q_norm(query), self.k_norm(key)], dim=1)
         query, key = rotate(rotated, rotation).split([self.num_heads, self.num_kv_heads], dim=1)
-        attended = attention(self.layer, query, key, value)
+        if self.options is PLAIN_ATTENTION:
+            attended = attention(self.layer, query, key, value)
+        else:
+            attended = attention(self.layer, query, key, value, self.options)
         return self.parallel.sum(self.output(attended.reshape(x.shape[0], -1)))
 
 

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from eyas.models.config import DecoderConfig
-from eyas.models.eagle3 import Eagle3Config, Eagle3Head
+from eyas.models.eagle3 import Eagle3Head, load_eagle3
 from eyas.training.export import write_folder
 from eyas.training.initialisation import NewWeights, TargetOutput, layer_config
+from eyas.training.memory_tensors import memory_files
 from eyas.training.method import TrainingMethod
 
 
@@ -28,8 +29,7 @@ class Eagle3Method(TrainingMethod[Eagle3Head]):
         """It begins as the target's last layer reading its last fused state."""
         target = weights.target
         aux_layers = self.aux_layers or target.default_aux_layers()
-        config = Eagle3Config.from_dict(head_config(target, aux_layers, token_ids.shape[0]), target)
-        hidden, block = config.hidden_size, weights.last_block()
+        hidden, block = target.hidden_size, weights.last_layer()
         fuse = weights.noise(hidden, len(aux_layers) * hidden) * 0.1
         fuse[:, -hidden:] += torch.eye(hidden)
         block["hidden_norm.weight"] = block["input_layernorm.weight"]
@@ -44,7 +44,8 @@ class Eagle3Method(TrainingMethod[Eagle3Head]):
             "lm_head.weight": weights.output()[token_ids],
             "d2t": token_ids - torch.arange(token_ids.shape[0]),
         }
-        return Eagle3Head(config, tensors, weights.embedding(), target.max_positions, trainable=True)
+        config = head_config(target, aux_layers, token_ids.shape[0])
+        return weights.head(load_eagle3, memory_files("eagle3", config, tensors), frozen=("embedding",))
 
     def inputs(self, states: Tensor, output: TargetOutput) -> Tensor:
         return states[:, : -output.norm.shape[0]]

@@ -5,9 +5,10 @@ Letters: H hidden, V target vocabulary, Vd draft vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +16,11 @@ from torch import Tensor
 
 from eyas.models.checkpoint import Checkpoint
 from eyas.models.config import DecoderConfig
+from eyas.models.head import DraftHead
+from eyas.models.head_files import HeadFiles, HeadOptions
 from eyas.models.target_weights import TargetWeights
+
+Head = TypeVar("Head", bound=DraftHead, covariant=True)
 
 _NOISE = 0.02
 _ROPE_FIELDS = ("rope_parameters", "rope_theta", "rope_scaling")
@@ -58,62 +63,62 @@ class TargetOutput:
         return F.linear(self.normed(states), self.weight)
 
 
+class HeadLoader(Protocol[Head]):
+    """See `HeadKind.load`."""
+
+    def __call__(
+        self, files: HeadFiles, target: TargetWeights, options: HeadOptions, dtype: torch.dtype, device: torch.device
+    ) -> Head: ...
+
+
 class NewWeights:
-    """Hands out the tensors of a new head.
+    """What a new head is made of: float32 tensors of the target, and noise.
 
     Args:
-        compute_dtype: of frozen tensors, which need no float32 copy; trained ones are float32.
+        compute_dtype: of tensors that are not trained.
     """
 
     def __init__(self, folder: Path, target: DecoderConfig, compute_dtype: torch.dtype, seed: int) -> None:
         self.target = target
-        self._weights = TargetWeights(folder, target)
-        self._checkpoint = Checkpoint(folder)
         self._compute_dtype = compute_dtype
+        self._shared = TargetWeights(folder, target)
+        self._checkpoint = Checkpoint(folder)
         self._generator = torch.Generator().manual_seed(seed)
 
-    def embedding(self) -> Tensor:
-        """The target's, frozen, `[V, H]`."""
-        return self._weights.embedding(self._compute_dtype)
-
-    def frozen_output(self) -> Tensor:
-        """The target's output projection, frozen, `[V, H]`."""
-        return self._weights.output(self._compute_dtype)
-
     def output(self) -> Tensor:
-        """The target's output projection to start from, float32 `[V, H]`."""
-        return self._weights.output(torch.float32).clone()
+        """Output projection, `[V, H]`."""
+        return self._shared.output(torch.float32)
 
     def final_norm(self) -> Tensor:
-        """Weight of the target's final norm, `[H]`."""
+        """Weight of the final norm, `[H]`."""
         return self._checkpoint.read("model.norm.weight", (self.target.hidden_size,), torch.float32)
 
     def noise(self, *shape: int) -> Tensor:
-        """Small normal noise."""
+        """Small and normal."""
         return torch.randn(shape, generator=self._generator) * _NOISE
 
-    def last_layer(self, name: str, *shape: int) -> Tensor:
-        """A weight of the target's last layer, such as `self_attn.q_proj`."""
-        layer = f"model.layers.{self.target.num_layers - 1}"
-        return self._checkpoint.read(f"{layer}.{name}.weight", shape, torch.float32)
-
-    def last_block(self) -> dict[str, Tensor]:
-        """All projections and norms of the target's last layer, under their published names."""
-        target = self.target
-        hidden, inner = target.hidden_size, target.intermediate_size
-        query, kv = target.num_heads * target.head_dim, target.num_kv_heads * target.head_dim
-        shapes = {
-            "self_attn.q_proj": (query, hidden),
-            "self_attn.k_proj": (kv, hidden),
-            "self_attn.v_proj": (kv, hidden),
-            "self_attn.o_proj": (hidden, query),
-            "mlp.gate_proj": (inner, hidden),
-            "mlp.up_proj": (inner, hidden),
-            "mlp.down_proj": (hidden, inner),
-            "input_layernorm": (hidden,),
-            "post_attention_layernorm": (hidden,),
+    def last_layer(self) -> dict[str, Tensor]:
+        """All tensors of the last decoder layer, named from within it."""
+        prefix = f"model.layers.{self.target.num_layers - 1}."
+        return {
+            name.removeprefix(prefix): self._checkpoint.read(name, self._checkpoint.shape(name), torch.float32)
+            for name in self._checkpoint.names
+            if name.startswith(prefix)
         }
-        return {f"{name}.weight": self.last_layer(name, *shape) for name, shape in shapes.items()}
+
+    def head(self, load: HeadLoader[Head], files: HeadFiles, frozen: Collection[str]) -> Head:
+        """The head that files with this content hold, ready to be trained.
+
+        Args:
+            load: of the kind, see `HeadKind`.
+            frozen: parameters that are the target's; these need no float32 copy.
+        """
+        head = load(files, self._shared, HeadOptions(), torch.float32, torch.device("cpu"))
+        for name, parameter in head.named_parameters():
+            parameter.requires_grad_(name not in frozen)
+            if name in frozen:
+                parameter.data = parameter.data.to(self._compute_dtype)
+        return head
 
 
 def layer_config(target: DecoderConfig) -> dict[str, Any]:

@@ -6,8 +6,9 @@ from typing import Any
 
 from eyas.training.eagle3_method import Eagle3Method
 from eyas.training.method import TrainingMethod
+from eyas.training.mtp_method import MtpMethod
 
-KINDS = ("eagle3",)
+KINDS = ("eagle3", "mtp")
 
 
 def training_method(kind: str, aux_layers: tuple[int, ...] | None = None) -> TrainingMethod[Any]:
@@ -18,4 +19,6 @@ def training_method(kind: str, aux_layers: tuple[int, ...] | None = None) -> Tra
     """
     if kind == "eagle3":
         return Eagle3Method(aux_layers)
+    if kind == "mtp":
+        return MtpMethod()
     raise ValueError(f"kind: {kind} cannot be trained; use one of {KINDS}")

@@ -11,6 +11,8 @@ G = Hq / Hkv, D head dim, F features of a position, H width of the head's state.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
@@ -69,13 +71,14 @@ class ChainAttention:
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions = PLAIN_ATTENTION
     ) -> Tensor:
         """`query [R, Hq, D]`, `key` and `value [R, Hkv, D]` to `[R, Hq, D]`."""
-        if layer or options != PLAIN_ATTENTION:
+        if layer or replace(options, scale=None) != PLAIN_ATTENTION:
             raise ValueError("only heads of one layer with plain attention can be trained by training-time test")
         query, key, value = (pad_sequence(x.split(self._counts), batch_first=True) for x in (query, key, value))
         self._keys.append(key)
         self._values.append(value)
         batch, rows, num_kv_heads, head_dim = key.shape
-        grouped = query.view(batch, rows, num_kv_heads, -1, head_dim).permute(0, 2, 3, 1, 4) * head_dim**-0.5
+        scale = head_dim**-0.5 if options.scale is None else options.scale
+        grouped = query.view(batch, rows, num_kv_heads, -1, head_dim).permute(0, 2, 3, 1, 4) * scale
         attended = self._attend(grouped)  # [B, Hkv, G, Q, D]
         attended = attended.permute(0, 3, 1, 2, 4).reshape(batch, rows, -1, head_dim)
         return torch.cat([row[:count] for row, count in zip(attended, self._counts, strict=True)])

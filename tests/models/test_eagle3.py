@@ -12,7 +12,8 @@ from torch import Tensor
 
 from eyas.models.attention import Attention
 from eyas.models.config import DecoderConfig
-from eyas.models.eagle3 import Eagle3Config, Eagle3Head
+from eyas.models.eagle3 import Eagle3Head
+from eyas.models.eagle3_config import Eagle3Config
 from eyas.models.head_loading import load_head
 from eyas.models.target_weights import TargetWeights
 
