@@ -161,6 +161,9 @@ def _add_options(parser: argparse.ArgumentParser, kind: str) -> None:
     length.add_argument("--steps", type=int, help="train on this many batches instead")
     if kind == "medusa":
         parser.add_argument("--num-heads", dest="num_levels", type=int, default=_MEDUSA_HEADS, help="levels it drafts")
+        parser.add_argument(
+            "--own-projection", action="store_true", help="train an output projection for every head, too"
+        )
     else:
         parser.add_argument(
             "--ttt-steps",
@@ -198,6 +201,7 @@ def run_train(args: argparse.Namespace) -> int:
         draft_vocab_size=min(args.draft_vocab, target.vocab_size),
         tokens_per_batch=args.batch_tokens,
         num_levels=args.num_levels,
+        has_own_projection=getattr(args, "own_projection", False),
         learning_rate=args.lr,
         matrix_rate=args.matrix_lr,
         dtype=args.dtype,

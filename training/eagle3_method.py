@@ -54,9 +54,6 @@ class Eagle3Method(TrainingMethod[Eagle3Head]):
         normed: Tensor = head.norm(states)
         return normed
 
-    def projection(self, head: Eagle3Head, level: int) -> Tensor:
-        return head.output.weight
-
     def export(self, head: Eagle3Head, folder: Path) -> None:
         write_folder(folder, "model.safetensors", head.config.raw, head.checkpoint_tensors())
 

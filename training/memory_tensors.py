@@ -29,6 +29,10 @@ class MemoryTensors:
         """See `TensorSource.shape`."""
         return tuple(self._tensors[name].shape)
 
+    def num_bytes(self, name: str) -> int:
+        """See `TensorSource.num_bytes`."""
+        return self._tensors[name].nbytes
+
     def read(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """A copy; see `Checkpoint.read`."""
         if name not in self._tensors or self.shape(name) != shape:

@@ -39,9 +39,6 @@ class MtpMethod(TrainingMethod[MtpHead]):
     def projected(self, head: MtpHead, states: Tensor, level: int) -> Tensor:
         return states
 
-    def projection(self, head: MtpHead, level: int) -> Tensor:
-        return head.output.weight
-
     def export(self, head: MtpHead, folder: Path) -> None:
         names = {own: name for name, own in MIMO.names.items()}
         glue = {

@@ -7,32 +7,31 @@ gains nothing from it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 
 class HeadOptimizer:
     """Args:
-    projections: the head's output projections.
     rate: of AdamW, at `set_rate(1.0)`.
     matrix_rate: of Muon, scaled so that a step is of the size AdamW's would be at this rate; 0 leaves all to AdamW.
     matrix_decay: weight decay of the matrices; the others have none.
     """
 
-    def __init__(
-        self, head: nn.Module, projections: Iterable[Tensor], rate: float, matrix_rate: float, matrix_decay: float
-    ) -> None:
-        trained = [weight for weight in head.parameters() if weight.requires_grad]
-        tables = {id(weight) for weight in projections}
-        matrices = [weight for weight in trained if weight.ndim == 2 and id(weight) not in tables]
-        if not matrix_rate:
-            matrices = []
-        chosen = {id(weight) for weight in matrices}
-        others = [weight for weight in trained if id(weight) not in chosen]
-        self._weights = trained
+    def __init__(self, head: nn.Module, rate: float, matrix_rate: float, matrix_decay: float) -> None:
+        trained = {name: weight for name, weight in head.named_parameters() if weight.requires_grad}
+        is_matrix = {
+            name: matrix_rate > 0 and weight.ndim > 1 and name.endswith("weight") and name != "output.weight"
+            for name, weight in trained.items()
+        }
+        others = [weight for name, weight in trained.items() if not is_matrix[name]]
+        self._weights = list(trained.values())
+        self._stacks = [weight for name, weight in trained.items() if is_matrix[name]]
+        # Muon takes single matrices; those of a stack share its memory.
+        self._slices = [list(weight.detach().view(-1, *weight.shape[-2:])) for weight in self._stacks]
+        matrices = [matrix for slices in self._slices for matrix in slices]
         self._optimizers: list[torch.optim.Optimizer] = [
             torch.optim.AdamW(others, rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
         ]
@@ -51,9 +50,14 @@ class HeadOptimizer:
     def step(self, max_grad_norm: float) -> None:
         """Move the weights along their gradients, clipped to a norm all together, and forget the gradients."""
         torch.nn.utils.clip_grad_norm_(self._weights, max_grad_norm)
+        for weight, slices in zip(self._stacks, self._slices, strict=True):
+            if weight.grad is not None:
+                for matrix, gradient in zip(slices, weight.grad.view(-1, *weight.shape[-2:]), strict=True):
+                    matrix.grad = gradient
         for optimizer in self._optimizers:
             optimizer.step()
-            optimizer.zero_grad()
+        for weight in self._weights:
+            weight.grad = None
 
     def state(self) -> list[dict[str, Any]]:
         """All that `load_state` needs to go on exactly."""

@@ -81,17 +81,14 @@ class HeadTrainer:
         self.vocabulary = choose_vocabulary(
             count_tokens(answers, target.vocab_size), config.draft_vocab_size, [stop_token_id]
         )
-        self.method = training_method(config.kind, aux_layers)
+        self.method = training_method(config, aux_layers)
         weights = NewWeights(target_folder, target, dtype, config.seed)
         self.head = self.method.new_head(weights, self.vocabulary.token_ids, config.num_levels)
         self._output = TargetOutput.load(target_folder, target, dtype)
         self._objective = Objective(
             self.method, self.head, self._output, self.vocabulary.token_ids, config.num_levels, config.level_decay
         )
-        projections = [self.method.projection(self.head, level) for level in range(config.num_levels)]
-        self._optimizer = HeadOptimizer(
-            self.head, projections, config.learning_rate, config.matrix_rate, config.matrix_decay
-        )
+        self._optimizer = HeadOptimizer(self.head, config.learning_rate, config.matrix_rate, config.matrix_decay)
         by_length = sorted(validation, key=lambda item: item.length)
         self._validation = [self.corpus.batch(group) for group in make_batches(by_length, config.tokens_per_batch)]
         if state is not None:

@@ -23,6 +23,7 @@ class TrainingConfig:
         tokens_per_batch: rows of a batch.
         num_levels: levels to train, level i counting `level_decay ** i`: steps of the training-time test, or the heads
             of Medusa.
+        has_own_projection: of Medusa, see `MedusaMethod`.
         learning_rate, matrix_rate, matrix_decay: see `HeadOptimizer`.
         warmup_steps: the rates rise linearly over these, then fall along a cosine to `final_rate_share`.
         validation_share: the last conversations of the corpus, not trained on.
@@ -37,6 +38,7 @@ class TrainingConfig:
     max_length: int = 2048
     num_levels: int = 3
     level_decay: float = 0.8
+    has_own_projection: bool = False
     learning_rate: float = 1.2e-3
     matrix_rate: float = 1e-2
     matrix_decay: float = 0.1

@@ -22,14 +22,14 @@ def step_with_random_gradients(head: Eagle3Head, optimizer: HeadOptimizer, seed:
 
 @pytest.fixture
 def heads(new_eagle3: Callable[..., Eagle3Head]) -> list[Eagle3Head]:
-    return [new_eagle3(torch.arange(9)) for _ in range(2)]
+    return [new_eagle3(torch.arange(1, 10)) for _ in range(2)]
 
 
 @pytest.mark.parametrize("matrix_rate", [0.0, 0.02])
 def test_every_trained_weight_moves_by_its_own_rate(heads: list[Eagle3Head], matrix_rate: float) -> None:
     """Catches weights that belong to neither optimiser, or to both, and a rate that only one of them follows."""
     head, start = heads
-    optimizer = HeadOptimizer(head, [head.output.weight], rate=0.001, matrix_rate=matrix_rate, matrix_decay=0.0)
+    optimizer = HeadOptimizer(head, rate=0.001, matrix_rate=matrix_rate, matrix_decay=0.0)
     optimizer.set_rate(0.5)
     step_with_random_gradients(head, optimizer, seed=0)
     for (name, weight), before in zip(head.named_parameters(), start.parameters(), strict=True):
@@ -43,9 +43,9 @@ def test_every_trained_weight_moves_by_its_own_rate(heads: list[Eagle3Head], mat
 def test_state_goes_on_exactly(heads: list[Eagle3Head]) -> None:
     """Catches momentum of either optimiser that is lost on resume."""
     head, resumed = heads
-    optimizer = HeadOptimizer(head, [head.output.weight], 0.001, 0.02, 0.1)
+    optimizer = HeadOptimizer(head, 0.001, 0.02, 0.1)
     step_with_random_gradients(head, optimizer, seed=0)
-    other = HeadOptimizer(resumed, [resumed.output.weight], 0.001, 0.02, 0.1)
+    other = HeadOptimizer(resumed, 0.001, 0.02, 0.1)
     other.load_state(copy.deepcopy(optimizer.state()))
     resumed.load_state_dict(head.state_dict())
     step_with_random_gradients(head, optimizer, seed=1)
