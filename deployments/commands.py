@@ -12,6 +12,7 @@ from typing import Any
 import pydantic
 
 from eyas.deployments.errors import ApiError
+from eyas.deployments.head_commands import add_convert_parser
 from eyas.deployments.inspect_command import add_inspect_parser
 from eyas.deployments.settings import EngineSettings
 from eyas.deployments.train_command import add_train_parser
@@ -77,6 +78,7 @@ def _parser() -> argparse.ArgumentParser:
 
     add_train_parser(commands)
     add_inspect_parser(commands)
+    add_convert_parser(commands)
     return parser
 
 

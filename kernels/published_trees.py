@@ -12,7 +12,7 @@ _CARTESIAN = "cartesian:"
 
 # The sparse tree that Medusa (arXiv:2401.10774) ships for its 7B models, FasterDecoding/Medusa,
 # medusa/model/medusa_choices.py, mc_sim_7b_63: how many of its best candidates each node has as children.
-_MEDUSA_63 = {
+_MEDUSA_63: dict[tuple[int, ...], int] = {
     (): 10,
     (0,): 10,
     (1,): 7,

@@ -64,7 +64,7 @@ class Checkpoint:
                     self._shapes[name] = tuple(view.get_shape())
                     self._num_bytes[name] = math.prod(view.get_shape()) * _BITS[view.get_dtype()] // 8
         except (OSError, SafetensorError) as error:
-            raise ValueError(f"{file} cannot be read as safetensors: {_lfs_hint(file) or error}") from None
+            raise ValueError(f"{file} cannot be read as safetensors: {lfs_hint(file) or error}") from None
 
     @property
     def names(self) -> list[str]:
@@ -161,16 +161,17 @@ def _load_pickled(file: Path) -> dict[str, Tensor]:
         content: Any = torch.load(file, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError:
         code = "it holds objects other than tensors, which would run code; convert it to safetensors"
-        raise ValueError(f"{file} is not loaded: {_lfs_hint(file) or code}") from None
+        raise ValueError(f"{file} is not loaded: {lfs_hint(file) or code}") from None
     except (OSError, RuntimeError, EOFError, ValueError) as error:
         first_line = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ValueError(f"{file} cannot be read: {_lfs_hint(file) or first_line}") from None
+        raise ValueError(f"{file} cannot be read: {lfs_hint(file) or first_line}") from None
     if not isinstance(content, dict) or not all(isinstance(tensor, Tensor) for tensor in content.values()):
         raise ValueError(f"{file} must hold a dictionary of tensors")
     return {str(name): tensor for name, tensor in content.items()}
 
 
-def _lfs_hint(file: Path) -> str | None:
+def lfs_hint(file: Path) -> str | None:
+    """What to say of a file that Git LFS left as a pointer; None for any other."""
     try:
         with file.open("rb") as opened:
             is_pointer = opened.read(len(_LFS_POINTER)) == _LFS_POINTER

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from eyas.models.checkpoint import TensorSource
+from eyas.models.config import DecoderConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +24,7 @@ class HeadFiles:
         path: folder or file.
         config: flat fields in the kind's own terms.
         tensors: under the kind's own names.
+        base: sizes of the only target it may be loaded for, see `base_of`; None if the files name none.
     """
 
     kind: str
@@ -30,6 +32,26 @@ class HeadFiles:
     path: Path
     config: dict[str, Any]
     tensors: TensorSource
+    base: dict[str, int] | None = None
+
+    def check_base(self, target: DecoderConfig) -> None:
+        """Raise `ValueError`, naming the sizes that differ, if the files name another target."""
+        own = base_of(target)
+        if self.base is not None and self.base != own:
+            differing = [name for name in own if self.base[name] != own[name]]
+            found = ", ".join(f"{name} is {own[name]}, expected {self.base[name]}" for name in differing)
+            raise ValueError(f"{self.path}: the head was made for another target: {found}; serve it with its own")
+
+
+def base_of(target: DecoderConfig) -> dict[str, int]:
+    """Sizes that tell one target from another, as a `.heads` file names them."""
+    return {
+        "layers": target.num_layers,
+        "d_model": target.hidden_size,
+        "heads": target.num_heads,
+        "ctx": target.max_positions,
+        "vocab": target.vocab_size,
+    }
 
 
 @dataclass(frozen=True, slots=True)

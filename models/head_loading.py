@@ -16,6 +16,9 @@ from eyas.models.eagle3_config import Eagle3Config
 from eyas.models.eagle_folder import open_eagle_folder
 from eyas.models.head import DraftHead
 from eyas.models.head_files import HeadFiles, HeadOptions
+from eyas.models.heads_file import open_heads_file
+from eyas.models.medusa import MedusaConfig, load_medusa
+from eyas.models.medusa_folder import open_medusa
 from eyas.models.mtp import MtpConfig, load_mtp
 from eyas.models.mtp_tensors import open_mtp_checkpoint
 from eyas.models.speculators_folder import open_speculators_folder
@@ -51,6 +54,8 @@ class HeadKind:
 
 # The first that recognises a path reads it.
 _FORMATS: tuple[Callable[[Path], HeadFiles | None], ...] = (
+    open_heads_file,
+    open_medusa,
     open_speculators_folder,
     open_mtp_checkpoint,
     open_eagle_folder,
@@ -58,6 +63,7 @@ _FORMATS: tuple[Callable[[Path], HeadFiles | None], ...] = (
 _KINDS = {
     "eagle": HeadKind(EagleConfig.normalise, load_eagle),
     "eagle3": HeadKind(Eagle3Config.normalise, load_eagle3),
+    "medusa": HeadKind(MedusaConfig.normalise, load_medusa),
     "mtp": HeadKind(MtpConfig.normalise, load_mtp),
 }
 
@@ -79,6 +85,7 @@ def open_head(path: Path) -> HeadFiles:
 
 def normalise_head(files: HeadFiles, target: DecoderConfig, options: HeadOptions | None = None) -> HeadConfig:
     """Explicit config of a head for a target, without loading its weights."""
+    files.check_base(target)
     return _KINDS[files.kind].normalise(files, target, options or HeadOptions())
 
 
@@ -91,4 +98,5 @@ def load_head(
         ValueError: naming the field or tensor, with what was expected and found.
     """
     files = open_head(path)
+    files.check_base(target.config)
     return _KINDS[files.kind].load(files, target, options or HeadOptions(), dtype, device).eval()

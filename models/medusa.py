@@ -77,9 +77,7 @@ class MedusaConfig:
             )
         declared = files.config.get("vocab_size")
         if projection == "target" and declared not in (None, target.vocab_size):
-            raise ValueError(
-                f"vocab_size: {source.origin} was made for {declared}, the target has {target.vocab_size}"
-            )
+            raise ValueError(f"vocab_size: {source.origin} was made for {declared}, the target has {target.vocab_size}")
         logit_scale = files.config.get("logit_scale", 1.0)
         if isinstance(logit_scale, bool) or not isinstance(logit_scale, int | float):
             raise ValueError(f"logit_scale: {source.origin} has {logit_scale}, expected a number")
@@ -277,9 +275,7 @@ def _draft_vocab_size(source: TensorSource, rows: int, target: DecoderConfig, op
     return size
 
 
-def _candidate_ids(
-    config: MedusaConfig, source: TensorSource, target: DecoderConfig, options: HeadOptions
-) -> Tensor:
+def _candidate_ids(config: MedusaConfig, source: TensorSource, target: DecoderConfig, options: HeadOptions) -> Tensor:
     """Target ids of the scored tokens, int64 `[Vd]`."""
     if options.token_map is not None:
         return read_token_map(Path(options.token_map), target.vocab_size)
