@@ -21,9 +21,14 @@ class EagleMethod(TrainingMethod[EagleHead]):
     cross_entropy_share = 0.1
 
     def new_head(self, weights: NewWeights, token_ids: Tensor, num_levels: int) -> EagleHead:
-        """It begins as the target's last layer on the state, in the layout of the authors: no norm before attention."""
+        """It begins by handing the state on, in the layout of the authors: no norm before attention.
+
+        What the layer adds starts at nothing: the target's last layer, without its norm, would blow the states up.
+        """
         hidden, block = weights.target.hidden_size, weights.last_layer()
         del block["input_layernorm.weight"]
+        for name in ("self_attn.o_proj.weight", "mlp.down_proj.weight"):
+            block[name] = torch.zeros_like(block[name])
         fuse = torch.cat([weights.noise(hidden, hidden), torch.eye(hidden)], dim=1)
         tensors = {"fc.weight": fuse} | {f"layers.0.{name}": tensor for name, tensor in block.items()}
         config = {"architectures": ["LlamaForCausalLM"], **layer_config(weights.target), "bias": False}

@@ -2,7 +2,7 @@
 
 For logits z = s W^T and target probabilities p, the loss of a row is -sum(p * log_softmax(z)) and its gradient towards
 z is softmax(z) - p. Both come out of one pass over blocks of rows small enough for the cache; the logits of a whole
-batch never exist.
+batch never exist, nor does their gradient unless the projection is trained.
 
 Letters: R rows, H hidden, Vd draft vocabulary.
 """
@@ -49,8 +49,10 @@ class _SoftCrossEntropy(torch.autograd.Function):
         ctx: Any, states: Tensor, weight: Tensor, target_probs: Tensor, row_weights: Tensor
     ) -> tuple[Tensor, Tensor]:
         wide = torch.promote_types(states.dtype, torch.float32)
-        needs_gradient = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
-        gradient = target_probs.new_empty(target_probs.shape, dtype=states.dtype) if needs_gradient else None
+        needs_states, needs_weight = ctx.needs_input_grad[:2]
+        states_gradient = torch.empty_like(states) if needs_states else None
+        # One product over all rows is twice as fast for the weight, but its logits' gradient must be kept.
+        kept = target_probs.new_empty(target_probs.shape, dtype=states.dtype) if needs_weight else None
         agrees = torch.empty(states.shape[0], dtype=torch.bool, device=states.device)
         loss = torch.zeros((), dtype=wide, device=states.device)
         for first in range(0, states.shape[0], _BLOCK_ROWS):
@@ -58,23 +60,27 @@ class _SoftCrossEntropy(torch.autograd.Function):
             scores = F.linear(states[rows], weight).to(wide)
             probs, weights = target_probs[rows].to(wide), row_weights[rows].to(wide)
             best = probs.max(dim=-1).indices[:, None]
-            agrees[rows] = (scores.gather(1, best) >= scores.amax(dim=-1, keepdim=True)).squeeze(1)
-            log_probs = scores.log_softmax(dim=-1)
-            loss -= torch.dot(torch.linalg.vecdot(probs, log_probs), weights)
-            if gradient is not None:
-                gradient[rows] = log_probs.exp_().sub_(probs).mul_(weights[:, None])
-        if gradient is not None:
-            ctx.save_for_backward(gradient @ weight, gradient.t() @ states)
+            highest = scores.amax(dim=-1, keepdim=True)
+            agrees[rows] = (scores.gather(1, best) >= highest).squeeze(1)
+            expected = torch.linalg.vecdot(probs, scores)
+            exponentials = scores.sub_(highest).exp_()
+            totals = exponentials.sum(dim=-1, keepdim=True)
+            log_totals = (highest + totals.log()).squeeze(1)
+            loss += torch.dot(log_totals * probs.sum(dim=-1) - expected, weights)
+            if states_gradient is None and kept is None:
+                continue
+            gradient = exponentials.div_(totals).sub_(probs).mul_(weights[:, None]).to(states.dtype)
+            if states_gradient is not None:
+                states_gradient[rows] = gradient @ weight
+            if kept is not None:
+                kept[rows] = gradient
+        ctx.save_for_backward(states_gradient, None if kept is None else kept.t() @ states)
         ctx.mark_non_differentiable(agrees)
         return loss, agrees
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        states_gradient, weight_gradient = ctx.saved_tensors
-        scale = gradients[0]
-        return (
-            states_gradient * scale.to(states_gradient.dtype),
-            weight_gradient * scale.to(weight_gradient.dtype),
-            None,
-            None,
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        states_gradient, weight_gradient = (
+            None if saved is None else saved * gradients[0].to(saved.dtype) for saved in ctx.saved_tensors
         )
+        return states_gradient, weight_gradient, None, None

@@ -5,14 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from eyas.models.head import Candidates, DraftHead
 from eyas.training.dataset import Batch
 from eyas.training.initialisation import TargetOutput
 from eyas.training.method import Head, TrainingMethod
 
 _RECALL_RANKS = 4
+_BLOCK_ROWS = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,23 +34,6 @@ class Validation:
         return [ranks[0] for ranks in self.recall]
 
 
-@dataclass(frozen=True, slots=True)
-class TopRanker:
-    """`Ranker` without noise, for measuring."""
-
-    width: int
-
-    def rank(self, logits: Tensor, token_ids: Tensor) -> Candidates:
-        """See `Ranker.rank`."""
-        best, columns = logits.float().topk(self.width, dim=-1)
-        tokens = token_ids[columns] if token_ids.dim() == 1 else token_ids.gather(1, columns)
-        return Candidates(tokens, best - logits.float().logsumexp(dim=-1, keepdim=True))
-
-    def shortlist(self, logits: Tensor, token_ids: Tensor, count: int) -> Tensor:
-        """See `Ranker.shortlist`."""
-        return logits.topk(count, dim=-1).indices
-
-
 @torch.no_grad()
 def validate(
     method: TrainingMethod[Head], head: Head, output: TargetOutput, batches: list[Batch], num_levels: int
@@ -61,14 +45,15 @@ def validate(
     for batch in batches:
         recorded, hidden = batch.features.to(output.weight.dtype), output.norm.shape[0]
         compared = batch.rows(0) + 1
-        favourites = output.logits(recorded[compared, -hidden:]).argmax(dim=-1)
+        normed = output.normed(recorded[compared, -hidden:])
+        favourites = _top_columns(normed, output.weight, 1).squeeze(1)
         emitted = batch.next_ids[compared]
         emitted = torch.where(emitted < 0, favourites, emitted)
         is_open = torch.ones(compared.shape[0], dtype=torch.bool)
         states_by_level = method.level_states(head, method.inputs(recorded, output), batch, num_levels)
         for level, states in enumerate(states_by_level):
             rows = batch.later_rows(level)
-            ranked = _best(head, states, level)
+            ranked = _best(method, head, states, level)
             hits[level] += (ranked == favourites[rows, None]).float().cumsum(dim=1).sum(dim=0)
             totals[level] += rows.shape[0]
             if level:
@@ -80,6 +65,12 @@ def validate(
     return Validation((hits / totals.clamp(min=1)[:, None]).tolist(), 1 + num_accepted / max(1, num_chains))
 
 
-def _best(head: DraftHead, states: Tensor, level: int) -> Tensor:
-    """First candidates after each state as a drafter would get them, int64 `[R, 4]`."""
-    return head.candidates(states, range(level + 1, level + 2), TopRanker(_RECALL_RANKS)).tokens
+def _best(method: TrainingMethod[Head], head: Head, states: Tensor, level: int) -> Tensor:
+    """First candidates after each state, int64 `[R, 4]`."""
+    columns = _top_columns(method.projected(head, states, level), method.projection(head, level), _RECALL_RANKS)
+    return head.candidate_ids[columns]
+
+
+def _top_columns(states: Tensor, weight: Tensor, count: int) -> Tensor:
+    """Best `count` rows of an output projection after each state `[R, H]`, without all the scores at once."""
+    return torch.cat([F.linear(rows, weight).topk(count, dim=-1).indices for rows in states.split(_BLOCK_ROWS)])
