@@ -215,7 +215,10 @@ class DraftLayer(nn.Module):
 def published_layer(prefix: str, attention: SelfAttention, mlp: GatedMLP) -> dict[str, Tensor]:
     """The tensors of a layer under their published names, views of the fused ones; its norms over H are left out."""
     query, kv = attention.num_heads * attention.head_dim, attention.num_kv_heads * attention.head_dim
-    tensors = {"self_attn.o_proj.weight": attention.output.weight, "mlp.down_proj.weight": mlp.down.weight}
+    tensors: dict[str, Tensor] = {
+        "self_attn.o_proj.weight": attention.output.weight,
+        "mlp.down_proj.weight": mlp.down.weight,
+    }
     for kind, fused in (("weight", attention.qkv.weight), ("bias", attention.qkv.bias)):
         if fused is not None:
             parts = zip("qkv", fused.split([query, kv, kv]), strict=True)

@@ -193,7 +193,7 @@ class EagleHead(DraftHead):
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
         """The head in its authors' layout; what it shares with the target is left out."""
-        tensors = {"fc.weight": self.fc.weight}
+        tensors: dict[str, Tensor] = {"fc.weight": self.fc.weight}
         if self.fc.bias is not None:
             tensors["fc.bias"] = self.fc.bias
         for index, layer in enumerate(self.layers):

@@ -162,7 +162,9 @@ class Eagle3Head(DraftHead):
                 tensors["fc.bias"] = self.fc.bias
         if self.input_norm is not None:
             tensors["input_norm.weight"] = self.input_norm.weight
-        tensors |= {f"fc_norm.{index}.weight": norm.weight for index, norm in enumerate(self.fc_norms)}
+        for index, norm in enumerate(self.fc_norms):
+            assert isinstance(norm, RMSNorm)
+            tensors[f"fc_norm.{index}.weight"] = norm.weight
         if self.projection is not None:
             tensors |= self.projection.checkpoint_tensors()
         return tensors

@@ -22,7 +22,7 @@ from eyas.workers.kv_pool import KVPool, PageTable, PoolLayout
 from eyas.workers.messages import AcceptedRun, StepPlan
 from eyas.workers.sampler import NoiseRanker, RowSampling
 from eyas.workers.sampling import SamplingParams
-from eyas.workers.segments import PagedAttention, Segment, causal_segment
+from eyas.workers.segments import PagedAttention, Segment, causal_segment, tree_key_positions
 
 
 @dataclass(slots=True)
@@ -236,11 +236,11 @@ class _LevelAttention:
         covered = torch.tensor([request.num_covered for request in self._requests], device=runner.device)
         positions = (covered + self._num_levels)[:, None].expand(-1, width)
         self._num_levels += 1
-        attention = self._attention(covered)
+        attention = self._attention(covered, positions)
         states = runner.head.step(parent_states.flatten(0, 1), tokens.flatten(), positions.flatten(), attention)
         return states.view(batch, width, -1)
 
-    def _attention(self, covered: Tensor) -> Attention:
+    def _attention(self, covered: Tensor, positions: Tensor) -> Attention:
         runner = self._runner
         if runner.pool is None or self._ancestors is None:
             return no_attention
@@ -256,7 +256,11 @@ class _LevelAttention:
             row_slots.append(slots[-width:])
             key_slots.append(torch.nn.functional.pad(slots, (0, max_keys - slots.numel()), value=int(slots[0])))
         rows = torch.arange(batch * width, device=runner.device).view(batch, width)
-        segment = Segment.build(rows, None, torch.stack(key_slots), mask, runner._group, runner.dtype)
+        levels = torch.tensor(self._levels, device=runner.device).expand(batch, -1)
+        segment = Segment.build(
+            rows, None, torch.stack(key_slots), mask, runner._group, runner.dtype,
+            query_positions=positions, key_positions=tree_key_positions(levels, covered, max_keys),
+        )  # fmt: skip
         return PagedAttention(runner.pool, torch.cat(row_slots), [segment])
 
 
