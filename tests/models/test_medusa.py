@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ PACKED_TOLERANCE = 0.05  # bfloat16, two summation orders
 HIDDEN, VOCAB_SIZE, NUM_ROWS = 32, 61, 7
 CPU = torch.device("cpu")
 
-Change = Callable[[dict[str, Tensor]], Any]
+NewTensors = Callable[..., dict[str, Tensor]]
 
 
 class Everything:
@@ -38,26 +38,6 @@ class Everything:
 
     def shortlist(self, logits: Tensor, token_ids: Tensor, count: int) -> Tensor:
         raise NotImplementedError
-
-
-def medusa_tensors(
-    num_heads: int = 3, num_layers: int = 1, rows: int | None = VOCAB_SIZE, bias: bool = True
-) -> dict[str, Tensor]:
-    """Random heads as their authors name them; `rows` of the projections, None for the target's."""
-    generator = torch.Generator().manual_seed(5)
-
-    def noise(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator) / shape[-1] ** 0.5
-
-    tensors = {}
-    for head in range(num_heads):
-        for layer in range(num_layers):
-            tensors[f"{head}.{layer}.linear.weight"] = noise(HIDDEN, HIDDEN)
-            if bias:
-                tensors[f"{head}.{layer}.linear.bias"] = noise(HIDDEN)
-        if rows is not None:
-            tensors[f"{head}.{num_layers}.weight"] = noise(rows, HIDDEN)
-    return tensors
 
 
 def write(folder: Path, tensors: dict[str, Tensor]) -> Path:
@@ -95,7 +75,13 @@ def random_states() -> Tensor:
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("levels", [range(1, 4), range(1, 2), range(2, 4), range(3, 4)], ids=str)
 def test_heads_equal_the_published_formula(
-    levels: range, bias: bool, rows: int | None, num_layers: int, tiny_models: TinyModels, tmp_path: Path
+    levels: range,
+    bias: bool,
+    rows: int | None,
+    num_layers: int,
+    tiny_models: TinyModels,
+    medusa_tensors: NewTensors,
+    tmp_path: Path,
 ) -> None:
     """Catches a head that answers for another level, levels and rows interleaved wrongly, and a residual left out."""
     target = tiny_models.target()
@@ -110,7 +96,7 @@ def test_heads_equal_the_published_formula(
     torch.testing.assert_close(scores, torch.stack(expected, dim=1).flatten(0, 1), rtol=TOLERANCE, atol=10 * TOLERANCE)
 
 
-def test_what_a_head_is(tiny_models: TinyModels, tmp_path: Path) -> None:
+def test_what_a_head_is(tiny_models: TinyModels, medusa_tensors: NewTensors, tmp_path: Path) -> None:
     """Catches features taken before the final norm, and a drafter that asks for states of drafted tokens."""
     target = tiny_models.target()
     folder = write(tmp_path / "head", medusa_tensors())
@@ -126,7 +112,9 @@ def test_what_a_head_is(tiny_models: TinyModels, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("levels", [range(0, 1), range(1, 5), range(4, 5), range(2, 2), range(1, 4, 2)], ids=str)
-def test_levels_without_a_head_are_refused(levels: range, tiny_models: TinyModels, tmp_path: Path) -> None:
+def test_levels_without_a_head_are_refused(
+    levels: range, tiny_models: TinyModels, medusa_tensors: NewTensors, tmp_path: Path
+) -> None:
     """Catches the last head standing in for levels that have none."""
     head = load(write(tmp_path / "head", medusa_tensors()), tiny_models.target())
     with pytest.raises(ValueError, match="were asked of 3 Medusa heads"):
@@ -135,7 +123,9 @@ def test_levels_without_a_head_are_refused(levels: range, tiny_models: TinyModel
 
 @pytest.mark.parametrize("rows", [VOCAB_SIZE, None], ids=["own projections", "the target's"])
 @pytest.mark.parametrize("bias", [True, False])
-def test_packed_heads_score_the_same(bias: bool, rows: int | None, tiny_models: TinyModels, tmp_path: Path) -> None:
+def test_packed_heads_score_the_same(
+    bias: bool, rows: int | None, tiny_models: TinyModels, medusa_tensors: NewTensors, tmp_path: Path
+) -> None:
     """Catches packed layers paired with other heads' rows, and a path that is never packed."""
     target = tiny_models.target()
     folder = write(tmp_path / "head", medusa_tensors(rows=rows, bias=bias))
@@ -150,7 +140,9 @@ def test_packed_heads_score_the_same(bias: bool, rows: int | None, tiny_models: 
         assert all(isinstance(block, StackedLinear) and block.weight.numel() == 0 for block in packed.blocks)
 
 
-def test_checkpoint_tensors_can_be_loaded_again(tiny_models: TinyModels, tmp_path: Path) -> None:
+def test_checkpoint_tensors_can_be_loaded_again(
+    tiny_models: TinyModels, medusa_tensors: NewTensors, tmp_path: Path
+) -> None:
     """Catches a trained head that is written with its heads or blocks in another order."""
     target = tiny_models.target()
     for rows in (VOCAB_SIZE, None):
@@ -160,7 +152,9 @@ def test_checkpoint_tensors_can_be_loaded_again(tiny_models: TinyModels, tmp_pat
         assert all(torch.equal(written[name], tensor) for name, tensor in tensors.items())
 
 
-def test_token_map_option_cuts_the_vocabulary(tiny_models: TinyModels, tmp_path: Path) -> None:
+def test_token_map_option_cuts_the_vocabulary(
+    tiny_models: TinyModels, medusa_tensors: NewTensors, tmp_path: Path
+) -> None:
     """Catches columns that stand for other ids than the ones the user lists."""
     target = tiny_models.target()
     (tmp_path / "ids.json").write_text("[40, 3, 17]")
@@ -174,7 +168,7 @@ def test_token_map_option_cuts_the_vocabulary(tiny_models: TinyModels, tmp_path:
         torch.testing.assert_close(cut.logits(states, levels), expected, rtol=TOLERANCE, atol=TOLERANCE)
 
 
-def test_aux_layer_option(tiny_models: TinyModels, tmp_path: Path) -> None:
+def test_aux_layer_option(tiny_models: TinyModels, medusa_tensors: NewTensors, tmp_path: Path) -> None:
     """Catches heads trained on the state before the norm that cannot be served."""
     target = tiny_models.target()
     folder = write(tmp_path / "head", medusa_tensors())
@@ -191,7 +185,7 @@ def test_aux_layer_option(tiny_models: TinyModels, tmp_path: Path) -> None:
     ],
 )
 def test_options_that_do_not_apply_are_refused(
-    options: HeadOptions, message: str, tiny_models: TinyModels, tmp_path: Path
+    options: HeadOptions, message: str, tiny_models: TinyModels, medusa_tensors: NewTensors, tmp_path: Path
 ) -> None:
     """Catches an option that is ignored."""
     with pytest.raises(ValueError, match=message):
