@@ -70,7 +70,7 @@ class MedusaConfig:
             raise ValueError("num_candidates: a Medusa head has no low-rank candidate projection; leave it out")
         num_heads, num_layers = _count(source)
         projection, rows = _projection(source, num_heads, target)
-        hidden_size = source.shape("blocks.0.layers.0.weight")[0]
+        hidden_size = _rows(source, "blocks.0.layers.0.weight")
         if hidden_size != target.hidden_size:
             raise ValueError(
                 f"hidden_size: {source.origin} reads states of {hidden_size}, the target's are {target.hidden_size}"
@@ -244,14 +244,21 @@ def _count(source: TensorSource) -> tuple[int, int]:
 def _projection(source: TensorSource, num_heads: int, target: DecoderConfig) -> tuple[str, int]:
     """Whose projection is used, and how many tokens it scores."""
     if SHARED_PROJECTION in source.names:
-        return "shared", source.shape(SHARED_PROJECTION)[0]
+        return "shared", _rows(source, SHARED_PROJECTION)
     own = [f"lm_heads.{head}.weight" for head in range(num_heads)]
     missing = [name for name in own if name not in source.names]
     if len(missing) == num_heads:
         return "target", target.vocab_size
     if missing:
         raise ValueError(f"{source.origin}: tensor {missing[0]} is missing, but other heads have a projection")
-    return "own", source.shape(own[0])[0]
+    return "own", _rows(source, own[0])
+
+
+def _rows(source: TensorSource, name: str) -> int:
+    shape = source.shape(name)
+    if len(shape) != 2:
+        raise ValueError(f"{source.origin}: tensor {name} is {list(shape)}, expected a matrix")
+    return shape[0]
 
 
 def _draft_vocab_size(source: TensorSource, rows: int, target: DecoderConfig, options: HeadOptions) -> int:
