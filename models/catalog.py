@@ -42,15 +42,21 @@ def resolve_target(name: str) -> Path:
 
 
 def resolve_head(name: str | None, target: str) -> Path | None:
-    """Folder of a draft head; None means the head shipped for `target`, if there is one."""
+    """Folder or file of a draft head; None means the head shipped for `target`, if there is one.
+
+    What it holds is `open_head`'s to find out: heads come in folders with and without a `config.json`, and as files.
+
+    Raises:
+        ValueError: if nothing is there.
+    """
     if name is None:
         return shipped_head() if target == DEFAULT_TARGET else None
     if name == DEFAULT_HEAD:
         return shipped_head()
-    folder = Path(name).expanduser()
-    if not (folder / "config.json").exists():
-        raise ValueError(f"head: {name} is neither {DEFAULT_HEAD} nor a folder that holds a config.json")
-    return folder
+    path = Path(name).expanduser()
+    if not path.exists():
+        raise ValueError(f"head: {name} is neither {DEFAULT_HEAD} nor a folder or file that exists")
+    return path
 
 
 def shipped_head() -> Path:

@@ -23,8 +23,8 @@ def test_unknown_names_are_refused(tmp_path: Path) -> None:
         resolve_target("SmolLM-3B")
     with pytest.raises(ValueError, match=f"model: {tmp_path} is neither"):
         resolve_target(str(tmp_path))
-    with pytest.raises(ValueError, match=rf"head: {tmp_path} is neither {DEFAULT_HEAD} nor a folder"):
-        resolve_head(str(tmp_path), DEFAULT_TARGET)
+    with pytest.raises(ValueError, match=rf"head: eagle3-llama is neither {DEFAULT_HEAD} nor a folder or file that"):
+        resolve_head("eagle3-llama", DEFAULT_TARGET)
 
 
 def test_folders_are_their_own_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -40,6 +40,14 @@ def test_folders_are_their_own_names(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert shipped is not None
     assert shipped.name == DEFAULT_HEAD
     assert resolve_head(DEFAULT_HEAD, "~/model") == shipped
+
+
+def test_heads_are_folders_or_files(tmp_path: Path) -> None:
+    """Catches a head that is refused for want of a config.json, which Medusa's files and `.heads` do without."""
+    file = tmp_path / "tiny.heads"
+    file.touch()
+    assert resolve_head(str(file), DEFAULT_TARGET) == file
+    assert resolve_head(str(tmp_path), DEFAULT_TARGET) == tmp_path
 
 
 def test_gguf_files_are_converted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
