@@ -23,8 +23,10 @@ class EngineSettings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
-    model: str = Field(DEFAULT_TARGET, description="the default model's name, or a Hugging Face folder")
-    head: str | None = Field(None, description="draft head folder; by default the one shipped for the model")
+    model: str = Field(DEFAULT_TARGET, description="the default model's name, a Hugging Face folder, or a .gguf file")
+    head: str | None = Field(
+        None, description="draft head: folder or file; for MTP the model's own folder; by default the shipped one"
+    )
     served_model_name: str | None = Field(None, description="id in the API; by default the model's name")
     speculate: bool = Field(True, description="false decodes one token per step, without a drafter")
     node_budget: int = Field(8, ge=1, description="nodes verified per request and step, root included")
