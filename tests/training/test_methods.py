@@ -1,0 +1,143 @@
+"""Every kind of head that can be trained, through the same three questions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from eyas.models.attention import PLAIN_ATTENTION
+from eyas.models.config import DecoderConfig
+from eyas.models.head_loading import load_head
+from eyas.models.medusa import MedusaHead
+from eyas.models.target_weights import TargetWeights
+from eyas.training.dataset import Batch, Corpus
+from eyas.training.initialisation import NewWeights, TargetOutput
+from eyas.training.methods import training_method
+from eyas.training.objective import Objective
+from eyas.training.optimizer import HeadOptimizer
+from eyas.training.training_config import TrainingConfig
+
+NUM_LEVELS, LEVEL_DECAY = 3, 0.8
+LOSS_IDS = torch.arange(0, 64, 2)
+AUX_LAYERS = (2, 3, 5)
+ROUNDING = 1e-4  # float32 sums in another order
+CASES = {
+    "medusa": TrainingConfig("medusa", num_steps=1),
+    "medusa-own": TrainingConfig("medusa", num_steps=1, has_own_projection=True),
+    "eagle": TrainingConfig("eagle", num_steps=1),
+    "eagle3": TrainingConfig("eagle3", num_steps=1),
+    "mtp": TrainingConfig("mtp", num_steps=1),
+}
+FROZEN = {
+    "medusa": {"output.weight"},
+    "medusa-own": set(),
+    "eagle": {"embedding", "output.weight"},
+    "eagle3": {"embedding"},
+    "mtp": {"embedding", "output.weight"},
+}
+
+
+class Case:
+    """A new head of one kind, and what trains it."""
+
+    def __init__(self, name: str, folder: Path, target: DecoderConfig) -> None:
+        self.method = training_method(CASES[name], AUX_LAYERS)
+        self.output = TargetOutput.load(folder, target, torch.float32)
+        weights = NewWeights(folder, target, torch.float32, seed=0)
+        self.head: Any = self.method.new_head(weights, LOSS_IDS, NUM_LEVELS)
+        self.objective = Objective(self.method, self.head, self.output, LOSS_IDS, NUM_LEVELS, LEVEL_DECAY)
+
+    def stir(self) -> None:
+        """Move every trained weight off its start, where some are zero, to values that bfloat16 can hold."""
+        generator = torch.Generator().manual_seed(7)
+        with torch.no_grad():
+            for weight in self.head.parameters():
+                if weight.requires_grad:
+                    noise = 0.1 * torch.randn(weight.shape, generator=generator)
+                    weight.copy_((weight + noise).to(torch.bfloat16))
+
+
+@pytest.fixture(params=sorted(CASES))
+def name(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def case(name: str, target_folder: Path, target: DecoderConfig) -> Case:
+    return Case(name, target_folder, target)
+
+
+@pytest.fixture
+def batch(corpus: Corpus) -> Batch:
+    return corpus.batch(corpus.conversations)
+
+
+def test_gradients_reach_what_is_trained_and_nothing_else(name: str, case: Case, batch: Batch) -> None:
+    """Catches weights left out of the computation, and an update of what the head shares with the target."""
+    case.stir()
+    loss, accuracy = case.objective.compute(batch)
+    loss.backward()
+    reached = {own for own, weight in case.head.named_parameters() if weight.grad is not None and weight.grad.any()}
+    assert reached == {own for own, _ in case.head.named_parameters()} - FROZEN[name]
+    assert accuracy.shape == (NUM_LEVELS,)
+
+
+def test_the_loss_falls(case: Case, batch: Batch) -> None:
+    """Catches a start that cannot be left, such as zeros that keep each other at zero, and a gradient of wrong sign."""
+    optimizer = HeadOptimizer(case.head, rate=5e-3, matrix_rate=1e-2, matrix_decay=0.0)
+    losses = []
+    for _ in range(60):
+        loss, _ = case.objective.compute(batch)
+        loss.backward()
+        optimizer.step(1.0)
+        losses.append(float(loss.detach()))
+    assert losses[-1] < 0.9 * losses[0]
+
+
+def test_the_state_after_the_final_norm_is_what_all_but_eagle3_read(name: str, case: Case, batch: Batch) -> None:
+    """Catches a head that is trained on the state before the norm and served the one after it."""
+    read = case.method.inputs(batch.features.float(), case.output)
+    if name == "eagle3":
+        assert torch.equal(read, batch.features.float()[:, :96])
+    else:
+        last = batch.features.float()[:, 96:]
+        normed = last / (last.square().mean(dim=1, keepdim=True) + 1e-5).sqrt() * case.output.norm
+        torch.testing.assert_close(read, normed)
+        assert case.head.capture == (7,)  # six layers, so 6 is the state before the norm
+
+
+def test_an_exported_head_gives_the_same_logits(
+    case: Case, batch: Batch, target_folder: Path, target: DecoderConfig, tmp_path: Path, text_attention: Any
+) -> None:
+    """Catches tensors exported under another's name, and options of the head that its files do not carry."""
+    case.stir()
+    case.method.export(case.head, tmp_path / "head")
+    loaded = load_head(tmp_path / "head", TargetWeights(target_folder, target), torch.float32, torch.device("cpu"))
+    assert type(loaded) is type(case.head)
+    assert loaded.capture == case.head.capture
+    features = case.method.inputs(batch.features.float(), case.output)[:8]
+    expected, actual = (logits_of(head, features, batch.token_ids[1:9], text_attention) for head in (case.head, loaded))
+    torch.testing.assert_close(actual, expected, atol=ROUNDING, rtol=ROUNDING)
+
+
+@torch.no_grad()
+def logits_of(head: Any, features: Tensor, token_ids: Tensor, text_attention: Callable[[], Any]) -> Tensor:
+    """Scores after every row of a text, and after one more token where the head drafts level by level."""
+    plain = text_attention()
+
+    def attention(layer: int, query: Tensor, key: Tensor, value: Tensor, options: Any = PLAIN_ATTENTION) -> Tensor:
+        assert options.scale in (None, query.shape[-1] ** -0.5)  # MTP layers name the one that others leave out
+        attended: Tensor = plain(layer, query, key, value)
+        return attended
+
+    states = head.extend(features, token_ids, torch.arange(len(token_ids)), attention)
+    if isinstance(head, MedusaHead):
+        return head.logits(states, range(1, NUM_LEVELS + 1))
+    drafted = head.step(states[-1:], token_ids[:1], torch.tensor([len(token_ids)]), attention)
+    logits: Tensor = head.logits(torch.cat([states, drafted]))
+    return logits
