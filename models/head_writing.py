@@ -23,6 +23,7 @@ from eyas.models.head_files import HeadFiles, HeadOptions, base_of
 from eyas.models.head_loading import normalise_head
 from eyas.models.heads_file import FIRST_OFFSET, INTEGER_TENSORS, MAGIC, MAX_EXACT_INTEGER, PREFIX, VERSION
 from eyas.models.medusa import SHARED_PROJECTION, TOKEN_MAP, MedusaConfig
+from eyas.models.mtp_tensors import module_of
 from eyas.models.target_weights import TargetWeights
 
 
@@ -32,6 +33,8 @@ def write_heads_file(path: Path, files: HeadFiles, target: DecoderConfig) -> Non
     Raises:
         ValueError: naming the field or tensor, if the head does not fit the target or cannot be stored exactly.
     """
+    if files.kind == "mtp":
+        files = module_of(files)
     config = normalise_head(files, target)
     if path.suffix != ".heads":
         raise ValueError(f"{path} must end in .heads, by which such a file is known")

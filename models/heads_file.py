@@ -25,6 +25,7 @@ from torch import Tensor
 
 from eyas.models.checkpoint import Renamed, TensorSource, lfs_hint
 from eyas.models.head_files import HeadFiles
+from eyas.models.mtp_layout import GLUE, SHARED_COPIES, MtpLayout, MtpTensors
 
 MAGIC, VERSION = b"TGMH", 1
 PREFIX = struct.Struct("<4sII")
@@ -34,6 +35,17 @@ INTEGER_TENSORS = {"d2t": torch.int64, "t2d": torch.bool, "token_map": torch.int
 MAX_EXACT_INTEGER = 1 << 24  # float32 holds every whole number below
 _BASE = ("layers", "d_model", "heads", "ctx", "vocab")
 _ITEM_BYTES = 4
+# Names in a sidecar are the kind's own; the wiring is in its config.
+_MTP = MtpLayout(
+    format=".heads file",
+    known_by=r"(?!)",
+    prefix="",
+    block="block.",
+    names={name: name for name in (*GLUE, *SHARED_COPIES)},
+    hidden_first=False,
+    masks_first=False,
+    feeds_back_norm=True,
+)
 _HEAD = re.compile(r"(blocks|lm_heads)\.(\d+)\.(.+)")
 
 
@@ -105,6 +117,8 @@ def open_heads_file(path: Path) -> HeadFiles | None:
     tensors: TensorSource = HeadsTensors(path, shapes, first_byte)
     if header["kind"] == "medusa":
         tensors = _count_from_two(path, header, tensors)
+    if header["kind"] == "mtp":
+        tensors = MtpTensors(tensors, _MTP, 0)
     return HeadFiles(header["kind"], ".heads file", path, header["config"], tensors, header["base"])
 
 

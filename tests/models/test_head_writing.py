@@ -139,6 +139,50 @@ def test_eagle_round_trips(tiny_models: TinyModels, target: TargetWeights, tmp_p
         write_medusa_folder(tmp_path / "medusa", files, target.config)
 
 
+def test_mtp_round_trips(tiny_models: TinyModels, tmp_path: Path) -> None:
+    """Catches a module whose wiring, which its own format implies, is lost in a sidecar."""
+    folder = tiny_models.target("Qwen2ForCausalLM")
+    tensors = load_file(folder / "model.safetensors")
+    layer = {
+        name.replace("layers.0.", "mtp_layers.0."): t.clone() for name, t in tensors.items() if "layers.0." in name
+    }
+    generator = torch.Generator().manual_seed(2)
+    for name, shape in (
+        ("token_layernorm", (32,)), ("hidden_layernorm", (32,)), ("input_proj", (32, 64)), ("final_layernorm", (32,))
+    ):  # fmt: skip
+        layer[f"model.mtp_layers.0.{name}.weight"] = torch.randn(shape, generator=generator)
+    save_file(tensors | layer, folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
+    (folder / "config.json").write_text(json.dumps(config))
+    files, target = open_head(folder), TargetWeights(folder, DecoderConfig.from_folder(folder))
+    assert files.kind == "mtp"
+    write_heads_file(tmp_path / "out.heads", files, target.config)
+    sidecar = open_head(tmp_path / "out.heads")
+    check_equal(sidecar, files)
+    assert normalise_head(sidecar, target.config) == normalise_head(files, target.config)
+    heads = [load_head(path, target, torch.float32, CPU) for path in (folder, tmp_path / "out.heads")]
+    first, second = (head.state_dict() for head in heads)
+    assert first.keys() == second.keys()
+    assert all(torch.equal(second[name], tensor) for name, tensor in first.items())
+
+
+@pytest.mark.parametrize("make", ["eagle", "eagle3"])
+def test_every_eagle_kind_loads_from_a_sidecar(
+    make: str, tiny_models: TinyModels, target: TargetWeights, tmp_path: Path
+) -> None:
+    """Catches a kind whose loader needs what only its own folder has."""
+    folder = tiny_models.eagle_head(target.folder) if make == "eagle" else tiny_models.head(target.folder)
+    files = open_head(folder)
+    assert files.kind == make
+    write_heads_file(tmp_path / "out.heads", files, target.config)
+    check_equal(open_head(tmp_path / "out.heads"), files)
+    first, second = (
+        load_head(path, target, torch.float32, CPU).state_dict() for path in (folder, tmp_path / "out.heads")
+    )
+    assert first.keys() == second.keys()
+    assert all(torch.equal(second[name], tensor) for name, tensor in first.items())
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_folders_keep_the_precision(
     dtype: torch.dtype, medusa_tensors: NewTensors, target: TargetWeights, tmp_path: Path
