@@ -1,0 +1,98 @@
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from eyas.deployments import train_command
+from eyas.deployments.train_command import add_train_parser, recorded_layers
+from eyas.models.config import DecoderConfig
+from eyas.models.head_loading import load_head
+from eyas.models.target_weights import TargetWeights
+from eyas.training.methods import KINDS
+
+if TYPE_CHECKING:
+    from tests.conftest import TinyModels
+
+LENGTHS, PROMPT_TOKENS = [12, 9, 14, 10], 3
+
+
+class StopAtTwo:
+    eos_token_id = 2
+
+    @staticmethod
+    def from_pretrained(folder: Path) -> StopAtTwo:
+        return StopAtTwo()
+
+
+def parse(*arguments: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_train_parser(parser.add_subparsers())
+    return parser.parse_args(["train", *arguments])
+
+
+@pytest.fixture
+def target(tiny_models: TinyModels) -> Path:
+    return tiny_models.target(num_hidden_layers=6)
+
+
+@pytest.fixture
+def corpus_folder(target: Path, tmp_path: Path) -> Path:
+    """Random texts with random states, as wide as `train` records them."""
+    config = DecoderConfig.from_folder(target)
+    generator = torch.Generator().manual_seed(0)
+    width = len(recorded_layers(config)) * config.hidden_size
+    tensors = {
+        "token_ids": torch.randint(3, config.vocab_size, (sum(LENGTHS),), generator=generator),
+        "features": torch.randn(sum(LENGTHS), width, generator=generator).to(torch.bfloat16),
+        "lengths": torch.tensor(LENGTHS),
+        "prompt_lengths": torch.full((len(LENGTHS),), PROMPT_TOKENS),
+    }
+    (tmp_path / "corpus").mkdir()
+    save_file(tensors, tmp_path / "corpus" / "shard-00000.safetensors")
+    return tmp_path / "corpus"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_trains_on_a_corpus_that_is_there(
+    kind: str, target: Path, corpus_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a kind that cannot use the corpus of another, and a head that the server cannot load."""
+    monkeypatch.setattr(train_command, "AutoTokenizer", StopAtTwo)
+    places = ["--out", str(tmp_path / "head"), "--work-dir", str(tmp_path / "work"), "--corpus", str(corpus_folder)]
+    arguments = parse(kind, "--target", str(target), *places, "--steps", "2", "--threads", "1", "--dtype", "float32")
+    before = sorted(corpus_folder.iterdir())
+    assert arguments.run(arguments) == 0
+    assert sorted(corpus_folder.iterdir()) == before
+    weights = TargetWeights(target, DecoderConfig.from_folder(target))
+    head = load_head(tmp_path / "head", weights, torch.float32, torch.device("cpu"))
+    assert head.max_depth == (4 if kind == "medusa" else None)
+    assert (tmp_path / "work" / "training-curve.png").exists()
+
+
+def test_a_corpus_that_is_empty_is_refused(target: Path, tmp_path: Path) -> None:
+    """Catches a mistyped folder into which a new corpus would be written for an hour."""
+    arguments = parse("eagle", "--target", str(target), "--out", str(tmp_path / "head"), "--corpus", str(tmp_path))
+    with pytest.raises(ValueError, match="--corpus: .* holds no shard"):
+        arguments.run(arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name", "value"),
+    [
+        (["medusa"], "num_levels", 4),
+        (["medusa", "--num-heads", "2"], "num_levels", 2),
+        (["medusa", "--own-projection"], "own_projection", True),
+        (["eagle"], "num_levels", 3),
+        (["mtp", "--loss-vocab", "100"], "draft_vocab", 100),
+        (["eagle3", "--draft-vocab", "100"], "draft_vocab", 100),
+        (["mtp"], "work_dir", Path("runs/mtp")),
+    ],
+)
+def test_options_of_the_kinds(arguments: list[str], name: str, value: Any) -> None:
+    """Catches options of one kind that are lost under another's name, and work folders that two kinds share."""
+    assert getattr(parse(*arguments, "--out", "head"), name) == value
