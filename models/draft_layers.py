@@ -158,20 +158,19 @@ def layer_shapes(
 class LayerTensors:
     """Modules of one layer from tensors as `layer_shapes` lists them."""
 
-    def __init__(self, stack: LayerStack, prefix: str, tensors: Mapping[str, Tensor], trainable: bool = False) -> None:
+    def __init__(self, stack: LayerStack, prefix: str, tensors: Mapping[str, Tensor]) -> None:
         self._stack = stack
         self._prefix = prefix
         self._tensors = tensors
-        self._trainable = trainable
 
     def norm(self, name: str) -> RMSNorm:
-        return RMSNorm(self._tensors[f"{self._prefix}.{name}.weight"], self._stack.rms_norm_eps, self._trainable)
+        return RMSNorm(self._tensors[f"{self._prefix}.{name}.weight"], self._stack.rms_norm_eps)
 
     def _linear(self, *names: str) -> Linear:
         """Several projections of one input as one."""
         weights = [self._tensors[f"{self._prefix}.{name}.weight"] for name in names]
         biases = [self._tensors[f"{self._prefix}.{name}.bias"] for name in names if self._has(f"{name}.bias")]
-        return Linear(torch.cat(weights), torch.cat(biases) if biases else None, self._trainable)
+        return Linear(torch.cat(weights), torch.cat(biases) if biases else None)
 
     def _has(self, name: str) -> bool:
         return f"{self._prefix}.{name}" in self._tensors

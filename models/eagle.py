@@ -123,12 +123,12 @@ class EagleHead(DraftHead):
     """The head. `extend` and `step` are one computation: only where the features come from differs."""
 
     def __init__(self, config: EagleConfig, tensors: dict[str, Tensor], embedding: Tensor, output: Tensor,
-                 candidate_ids: Tensor, max_positions: int, trainable: bool = False,
+                 candidate_ids: Tensor, max_positions: int,
                  projection: CandidateProjection | None = None) -> None:  # fmt: skip
         """Args:
         tensors: as `tensor_shapes` lists them.
         embedding: for target tokens, `[V, H]`.
-        output: rows of the output projection it scores, `[Vd, H]`; never trained.
+        output: rows of the output projection it scores, `[Vd, H]`.
         candidate_ids: target id of each row, int64 `[Vd]`.
         max_positions: the target's context, which sizes RoPE whatever the checkpoint says.
         """
@@ -141,15 +141,15 @@ class EagleHead(DraftHead):
         def norm(name: str) -> RMSNorm | None:
             if name not in config.norms:
                 return None
-            return RMSNorm(tensors[f"{name}.weight"], config.layers.rms_norm_eps, trainable=trainable)
+            return RMSNorm(tensors[f"{name}.weight"], config.layers.rms_norm_eps)
 
         self.embedding = nn.Parameter(embedding, requires_grad=False)
         self.embedding_norm, self.feature_norm = norm(EMBEDDING_NORM), norm(FEATURE_NORM)
-        self.fc = Linear(tensors["fc.weight"], tensors.get("fc.bias"), trainable)
+        self.fc = Linear(tensors["fc.weight"], tensors.get("fc.bias"))
         self.layers = nn.ModuleList(
             DraftLayer(
                 index,
-                LayerTensors(config.layers, f"layers.{index}", tensors, trainable),
+                LayerTensors(config.layers, f"layers.{index}", tensors),
                 has_input_norm=index > 0 or config.has_first_norm,
             )
             for index in range(config.layers.num_layers)

@@ -51,7 +51,7 @@ class Eagle3Head(DraftHead):
     """
 
     def __init__(self, config: Eagle3Config, tensors: dict[str, Tensor], embedding: Tensor, max_positions: int,
-                 trainable: bool = False, projection: CandidateProjection | None = None) -> None:  # fmt: skip
+                 projection: CandidateProjection | None = None) -> None:  # fmt: skip
         """Args:
         tensors: as `tensor_shapes` lists them, plus `d2t`, int64 `[Vd]` offsets.
         embedding: for target tokens, `[V, H]`.
@@ -65,26 +65,26 @@ class Eagle3Head(DraftHead):
         eps = config.layers.rms_norm_eps
 
         def norm(name: str) -> RMSNorm:
-            return RMSNorm(tensors[f"{name}.weight"], eps, trainable=trainable)
+            return RMSNorm(tensors[f"{name}.weight"], eps)
 
         self.embedding = nn.Parameter(embedding, requires_grad=False)
         self.input_norm = norm("input_norm") if config.norm_before_fc else None
         num_norms = len(config.aux_layers) if config.fc_norm else 0
         self.fc_norms = nn.ModuleList(norm(f"fc_norm.{index}") for index in range(num_norms))
-        self.fc = Linear(tensors["fc.weight"], tensors.get("fc.bias"), trainable) if config.has_fc else nn.Identity()
-        first = LayerTensors(config.layers, "midlayer", tensors, trainable)
+        self.fc = Linear(tensors["fc.weight"], tensors.get("fc.bias")) if config.has_fc else nn.Identity()
+        first = LayerTensors(config.layers, "midlayer", tensors)
         self.embedding_norm = first.norm("input_layernorm")
         self.state_norm = first.norm("hidden_norm")
         self.attention = first.attention(0)
         self.mlp_norm = first.norm("post_attention_layernorm")
         self.mlp = first.mlp()
         self.layers = nn.ModuleList(
-            DraftLayer(index, LayerTensors(config.layers, f"layers.{index}", tensors, trainable))
+            DraftLayer(index, LayerTensors(config.layers, f"layers.{index}", tensors))
             for index in range(1, config.layers.num_layers)
         )
         self.norm = norm("norm")
         output_class = Linear if projection is None else RowLinear
-        self.output = output_class(tensors["lm_head.weight"], trainable=trainable)
+        self.output = output_class(tensors["lm_head.weight"])
         self.projection = projection
         candidate_ids = torch.arange(config.draft_vocab_size, device=embedding.device) + tensors["d2t"]
         self.register_buffer("candidate_ids", candidate_ids, persistent=False)

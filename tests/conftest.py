@@ -13,9 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import settings
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from eyas.models.attention import PLAIN_ATTENTION, AttentionOptions
 from eyas.models.parallel import TensorParallel
 
 torch.set_num_threads(1)
@@ -117,6 +118,48 @@ class TinyModels:
         tensors["t2d"] = torch.zeros(vocab_size, dtype=torch.bool).index_fill(0, target_ids, True)
         return tensors
 
+    def eagle_head(self, target: Path, seed: int = 0, **options: Any) -> Path:
+        """An EAGLE-1 head for `target` in its authors' layout: one layer without its first norm; `options` as above."""
+        of_target = json.loads((target / "config.json").read_text())
+        hidden, inner, kv_rows = of_target["hidden_size"], 40, of_target["hidden_size"] // 2
+        config = {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "hidden_size": hidden,
+            "intermediate_size": inner,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "num_hidden_layers": 1,
+            "vocab_size": of_target["vocab_size"],
+            "max_position_embeddings": 16,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 10000.0,
+            "bias": False,
+        } | options
+        generator = torch.Generator().manual_seed(seed)
+        shapes = {
+            "fc.weight": (hidden, 2 * hidden),
+            "layers.0.self_attn.q_proj.weight": (hidden, hidden),
+            "layers.0.self_attn.k_proj.weight": (kv_rows, hidden),
+            "layers.0.self_attn.v_proj.weight": (kv_rows, hidden),
+            "layers.0.self_attn.o_proj.weight": (hidden, hidden),
+            "layers.0.mlp.gate_proj.weight": (inner, hidden),
+            "layers.0.mlp.up_proj.weight": (inner, hidden),
+            "layers.0.mlp.down_proj.weight": (hidden, inner),
+            "layers.0.post_attention_layernorm.weight": (hidden,),
+        }
+        return self.write(config, {name: _random_tensor(name, shape, generator) for name, shape in shapes.items()})
+
+    def changed(
+        self, folder: Path, added: dict[str, tuple[int, ...]], removed: tuple[str, ...] = (), seed: int = 1
+    ) -> Path:
+        """A copy of a folder with random tensors of these shapes, and without those."""
+        generator = torch.Generator().manual_seed(seed)
+        tensors = load_file(folder / "model.safetensors")
+        kept = {name: tensor for name, tensor in tensors.items() if name not in removed}
+        extra = {name: _random_tensor(name, shape, generator) for name, shape in added.items()}
+        return self.write(json.loads((folder / "config.json").read_text()), kept | extra)
+
     def write(self, config: dict[str, Any], tensors: dict[str, Tensor]) -> Path:
         """A checkpoint folder that holds exactly this."""
         folder = self._next_folder()
@@ -154,12 +197,18 @@ class TextAttention:
         self.keys: dict[int, Tensor] = {}
         self.values: dict[int, Tensor] = {}
 
-    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def __call__(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions = PLAIN_ATTENTION
+    ) -> Tensor:
+        assert options == AttentionOptions(window=options.window)
         if layer in self.keys:
             key, value = torch.cat([self.keys[layer], key]), torch.cat([self.values[layer], value])
         self.keys[layer], self.values[layer] = key, value
         num_rows, num_heads, head_dim = query.shape
-        is_visible = torch.ones(num_rows, key.shape[0], dtype=torch.bool).tril(key.shape[0] - num_rows)
+        num_before = key.shape[0] - num_rows
+        is_visible = torch.ones(num_rows, key.shape[0], dtype=torch.bool).tril(num_before)
+        if options.window is not None:
+            is_visible = is_visible.triu(num_before - options.window + 1)
         group = num_heads // key.shape[1]
         heads = []
         for head in range(num_heads):
