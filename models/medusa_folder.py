@@ -8,6 +8,7 @@ its names are the kind's own.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +83,7 @@ def _files(path: Path, source: TensorSource, raw: dict[str, Any]) -> HeadFiles:
         # Their configs hold no vocabulary; one that is there comes from a default of the library that wrote it.
         config.pop("vocab_size", None)
         return HeadFiles("medusa", "Medusa heads", path, config, Renamed(source, _authors_names(source)))
-    names = {(m[1] if (m := _VLLM.fullmatch(name)) else name): name for name in source.names}
+    names = _unique(source, ((m[1] if (m := _VLLM.fullmatch(name)) else name, name) for name in source.names))
     has_others = any(name.startswith("lm_heads.") for name in names if name != _SHARED_IN_VLLM)
     has_others |= not any(name.startswith("blocks.1.") for name in names)
     if raw.get("original_lm_head") and _SHARED_IN_VLLM in names and not has_others:
@@ -91,14 +92,38 @@ def _files(path: Path, source: TensorSource, raw: dict[str, Any]) -> HeadFiles:
 
 
 def _authors_names(source: TensorSource) -> dict[str, str]:
-    """The kind's names to the authors'."""
-    names = {}
+    """The kind's names to the authors'.
+
+    Raises:
+        ValueError: if a head's projection is not the one after its last block. Blocks that share their weights are
+            saved once by some libraries; whether those left out are copies cannot be told.
+    """
+    num_blocks: dict[str, int] = {}
+    for match in filter(None, map(_AUTHORS.fullmatch, source.names)):
+        if match[3] is not None:
+            num_blocks[match[1]] = max(num_blocks.get(match[1], 0), int(match[2]) + 1)
+    pairs = []
     for found in source.names:
         match = _AUTHORS.fullmatch(found)
         if match is None:
-            names[found] = found  # refused by name when the head is loaded
+            pairs.append((found, found))  # refused by name when the head is loaded
         elif match[3] is None:
-            names[f"lm_heads.{match[1]}.weight"] = found
+            if int(match[2]) != num_blocks.get(match[1], int(match[2])):
+                raise ValueError(
+                    f"{source.origin}: tensor {found} is a projection after {match[2]} residual blocks, but head "
+                    f"{match[1]} has {num_blocks[match[1]]}; export every block, also those that share their weights"
+                )
+            pairs.append((f"lm_heads.{match[1]}.weight", found))
         else:
-            names[f"blocks.{match[1]}.layers.{match[2]}.{match[3]}"] = found
+            pairs.append((f"blocks.{match[1]}.layers.{match[2]}.{match[3]}", found))
+    return _unique(source, pairs)
+
+
+def _unique(source: TensorSource, pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
+    """Pairs of the kind's name and the file's; raises `ValueError` where two tensors would get one name."""
+    names: dict[str, str] = {}
+    for name, found in pairs:
+        if name in names:
+            raise ValueError(f"{source.origin}: tensors {names[name]} and {found} are the same one by name")
+        names[name] = found
     return names

@@ -231,3 +231,40 @@ def test_sizes_come_without_reading_weights(
     config = normalise_head(files, DecoderConfig.from_folder(tiny_models.target()))
     assert isinstance(config, MedusaConfig)
     assert (config.max_depth, config.num_layers, config.has_bias, config.draft_vocab_size) == (4, 2, False, VOCAB_SIZE)
+
+
+def test_blocks_that_share_weights_must_all_be_there(
+    medusa_tensors: NewTensors, tiny_models: TinyModels, tmp_path: Path
+) -> None:
+    """Catches a head run with fewer blocks than it was trained with, where a library saved equal ones once."""
+    target = tiny_models.target()
+    tensors = medusa_tensors(num_layers=2)
+    for head in range(3):
+        for part in ("weight", "bias"):
+            tensors[f"{head}.1.linear.{part}"] = tensors[f"{head}.0.linear.{part}"]
+    torch.save(tensors, tmp_path / "medusa_lm_head.pt")  # storage is shared in the pickle, too
+    assert load(tmp_path, target).config.num_layers == 2
+    save_file({name: t for name, t in tensors.items() if ".1.linear" not in name}, tmp_path / "once.safetensors")
+    with pytest.raises(ValueError, match=r"0\.2\.weight is a projection after 2 residual blocks, but head 0 has 1;"):
+        load(tmp_path / "once.safetensors", target)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("0.0.linear.weight", "medusa_head.0.0.linear.weight"),
+        ("0.1.weight", "medusa_head.0.1.weight"),
+        ("blocks.0.layers.0.weight", "medusa_heads.blocks.0.layers.0.weight"),
+    ],
+)
+def test_names_that_mean_one_tensor_are_refused(
+    first: str, second: str, medusa_tensors: NewTensors, tiny_models: TinyModels, tmp_path: Path
+) -> None:
+    """Catches one of two different tensors being dropped in silence."""
+    tensors = medusa_tensors()
+    tensors = in_vllm_names(tensors, num_layers=1) if first.startswith("blocks") else tensors
+    save_file(tensors | {second: tensors[first] + 1}, tmp_path / "medusa_lm_head.safetensors")
+    with pytest.raises(ValueError, match=r"tensors .* and .* are the same one by name") as refusal:
+        load(tmp_path, tiny_models.target())
+    assert first in str(refusal.value)
+    assert second in str(refusal.value)
