@@ -50,6 +50,7 @@ _WRITER_BATCH = 64
 _POLL_S = 1.0
 _NAMES = {"eagle3": "an EAGLE-3", "eagle": "an EAGLE-1", "medusa": "a Medusa", "mtp": "an MTP"}
 _MEDUSA_HEADS = 4
+_MATRIX_RATES = {"eagle": 3e-3}  # nothing norms what its attention reads: at the rate of the others its states run away
 
 
 def recorded_layers(config: DecoderConfig) -> tuple[int, ...]:
@@ -182,7 +183,8 @@ def _add_options(parser: argparse.ArgumentParser, kind: str) -> None:
     parser.add_argument(
         "--lr", type=float, default=defaults.learning_rate, help="highest rate of AdamW (norms, output projections)"
     )
-    parser.add_argument("--matrix-lr", type=float, default=defaults.matrix_rate, help="highest rate of Muon (the rest)")
+    matrix_rate = _MATRIX_RATES.get(kind, defaults.matrix_rate)
+    parser.add_argument("--matrix-lr", type=float, default=matrix_rate, help="highest rate of Muon (the rest)")
     parser.add_argument("--seed", type=int, default=0, help="of the corpus, the new weights and the batch order")
     parser.add_argument("--threads", type=int, default=num_cpus, help="threads to train with")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default=defaults.dtype, help="what is computed in")

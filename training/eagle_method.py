@@ -14,6 +14,8 @@ from eyas.training.initialisation import NewWeights, layer_config
 from eyas.training.memory_tensors import memory_files
 from eyas.training.method import TrainingMethod
 
+_DAMPING = 0.01  # keeps the inverse of a norm's smallest weights in bounds
+
 
 class EagleMethod(TrainingMethod[EagleHead]):
     """Both losses weigh as in the paper (arXiv:2401.15077, section 3.2): 1 for the regression, 0.1 for the tokens."""
@@ -21,14 +23,19 @@ class EagleMethod(TrainingMethod[EagleHead]):
     cross_entropy_share = 0.1
 
     def new_head(self, weights: NewWeights, token_ids: Tensor, num_levels: int) -> EagleHead:
-        """It begins by handing the state on, in the layout of the authors: no norm before attention.
+        """It begins as the target's last layer on the state, in the layout of the authors: no norm before attention.
 
-        What the layer adds starts at nothing: the target's last layer, without its norm, would blow the states up.
+        That layer reads and writes the state before the final norm, an EAGLE-1 head the one after it: what it reads is
+        divided by the final norm's weight, and what it adds is brought to the other's scale.
         """
-        hidden, block = weights.target.hidden_size, weights.last_layer()
-        del block["input_layernorm.weight"]
+        hidden, block, norm = weights.target.hidden_size, weights.last_layer(), weights.final_norm()
+        inverse = norm / (norm.square() + _DAMPING * norm.square().mean())
+        scale = block.pop("input_layernorm.weight") * inverse
+        for part in "qkv":
+            block[f"self_attn.{part}_proj.weight"] *= scale
+        block["post_attention_layernorm.weight"] *= inverse
         for name in ("self_attn.o_proj.weight", "mlp.down_proj.weight"):
-            block[name] = torch.zeros_like(block[name])
+            block[name] *= norm[:, None] / weights.state_rms
         fuse = torch.cat([weights.noise(hidden, hidden), torch.eye(hidden)], dim=1)
         tensors = {"fc.weight": fuse} | {f"layers.0.{name}": tensor for name, tensor in block.items()}
         config = {"architectures": ["LlamaForCausalLM"], **layer_config(weights.target), "bias": False}

@@ -76,10 +76,19 @@ class NewWeights:
 
     Args:
         compute_dtype: of tensors that are not trained.
+        state_rms: root mean square of a typical last state before the final norm.
     """
 
-    def __init__(self, folder: Path, target: DecoderConfig, compute_dtype: torch.dtype, seed: int) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        target: DecoderConfig,
+        compute_dtype: torch.dtype,
+        seed: int,
+        state_rms: float = 1.0,
+    ) -> None:
         self.target = target
+        self.state_rms = state_rms
         self._compute_dtype = compute_dtype
         self._shared = TargetWeights(folder, target)
         self._checkpoint = Checkpoint(folder)

@@ -25,6 +25,7 @@ from eyas.training.vocabulary import choose_vocabulary, count_tokens
 
 _STATE_FILE = "training-state.pt"
 _PACE_STEPS = 20  # steps timed before a run given in minutes knows its number of steps
+_NUM_SAMPLED_ROWS = 2000  # tell the scale of the target's states
 _SLACK = 0.95  # of the minutes is planned with, because a shared machine slows down
 
 
@@ -82,7 +83,9 @@ class HeadTrainer:
             count_tokens(answers, target.vocab_size), config.draft_vocab_size, [stop_token_id]
         )
         self.method = training_method(config, aux_layers)
-        weights = NewWeights(target_folder, target, dtype, config.seed)
+        last_states = shards[0].features[:_NUM_SAMPLED_ROWS, -target.hidden_size :].float()
+        state_rms = float(last_states.square().mean(dim=1).sqrt().median())
+        weights = NewWeights(target_folder, target, dtype, config.seed, state_rms)
         self.head = self.method.new_head(weights, self.vocabulary.token_ids, config.num_levels)
         self._output = TargetOutput.load(target_folder, target, dtype)
         self._objective = Objective(
