@@ -52,7 +52,17 @@ class DraftRunner:
         """Args:
         shares_noise: rank candidates under the target's own noise; False is plain top-k, kept for comparison.
         choices: shape of every tree; None grows it from the scores.
+
+        Raises:
+            ValueError: for a shape that asks for more candidates than the head can propose.
         """
+        if choices is not None:
+            widest = max(choices.num_candidates(level) for level in range(1, choices.depth + 1))
+            if widest > head.candidate_ids.numel():
+                raise ValueError(
+                    f"tree: the shape asks for {widest} candidates of one node, the head can propose only "
+                    f"{head.candidate_ids.numel()} tokens; use a narrower tree"
+                )
         self.head = head
         self.layout = layout
         self.device = head.device

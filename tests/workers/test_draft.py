@@ -12,6 +12,7 @@ from torch import Tensor
 
 from eyas.deployments.scheduler import TreeShape
 from eyas.kernels.noise import gumbel_noise, stream_key
+from eyas.kernels.static_tree import TreeChoices
 from eyas.models.attention import Attention
 from eyas.models.eagle3 import Eagle3Head
 from eyas.workers.draft import DraftRunner
@@ -96,6 +97,12 @@ def in_nucleus(scores: Tensor, top_p: float) -> Tensor:
     [(1, 1, 2), (1, 5, 6), (1, 4, 3), (2, 3, 7), (3, 1, 4), (3, 4, 16), (4, 5, 12)],
 )
 @pytest.mark.parametrize("head", ["random", "guessing"])
+def test_a_shape_wider_than_the_vocabulary_is_refused(models: Models) -> None:
+    """Catches a fixed tree that fails at the first step, on a head with a small vocabulary."""
+    with pytest.raises(ValueError, match="tree: the shape asks for 56 candidates .* only 55"):
+        DraftRunner(models.random_head, PoolLayout(4, 16), choices=TreeChoices.cartesian([56]))
+
+
 def test_trees_equal_trees_grown_by_hand(
     head: str,
     width: int,
