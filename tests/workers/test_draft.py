@@ -97,12 +97,6 @@ def in_nucleus(scores: Tensor, top_p: float) -> Tensor:
     [(1, 1, 2), (1, 5, 6), (1, 4, 3), (2, 3, 7), (3, 1, 4), (3, 4, 16), (4, 5, 12)],
 )
 @pytest.mark.parametrize("head", ["random", "guessing"])
-def test_a_shape_wider_than_the_vocabulary_is_refused(models: Models) -> None:
-    """Catches a fixed tree that fails at the first step, on a head with a small vocabulary."""
-    with pytest.raises(ValueError, match="tree: the shape asks for 56 candidates .* only 55"):
-        DraftRunner(models.random_head, PoolLayout(4, 16), choices=TreeChoices.cartesian([56]))
-
-
 def test_trees_equal_trees_grown_by_hand(
     head: str,
     width: int,
@@ -269,3 +263,9 @@ def test_drafting_before_the_prompt_is_through_is_an_error(models: Models, jobs:
     start(runner, models, 0, jobs[3], list(range(12)), [3])
     with pytest.raises(RuntimeError, match="before its prompt is through"):
         runner.draft(decode_plan(0))
+
+
+def test_a_shape_wider_than_the_vocabulary_is_refused(models: Models) -> None:
+    """Catches a fixed tree that fails at the first step, on a head with a small vocabulary."""
+    with pytest.raises(ValueError, match="tree: the shape asks for 56 candidates .* only 55"):
+        DraftRunner(models.random_head, PoolLayout(4, 16), choices=TreeChoices.cartesian([56]))
