@@ -99,8 +99,8 @@ def _authors_names(source: TensorSource) -> dict[str, str]:
             saved once by some libraries; whether those left out are copies cannot be told.
     """
     num_blocks: dict[str, int] = {}
-    for match in filter(None, map(_AUTHORS.fullmatch, source.names)):
-        if match[3] is not None:
+    for found in source.names:
+        if (match := _AUTHORS.fullmatch(found)) is not None and match[3] is not None:
             num_blocks[match[1]] = max(num_blocks.get(match[1], 0), int(match[2]) + 1)
     pairs = []
     for found in source.names:
