@@ -80,7 +80,8 @@ def open_head(path: Path) -> HeadFiles:
         files = open_format(path)
         if files is not None:
             return files
-    raise ValueError(f"head: {path} is not a draft head in a format that Eyas reads; docs/heads.md lists them")
+    hint = "; only Medusa heads and .heads come as one file, give the folder of any other" if path.is_file() else ""
+    raise ValueError(f"head: {path} is not a draft head in a format that Eyas reads; docs/heads.md lists them{hint}")
 
 
 def normalise_head(files: HeadFiles, target: DecoderConfig, options: HeadOptions | None = None) -> HeadConfig:

@@ -26,6 +26,8 @@ from eyas.models.medusa import SHARED_PROJECTION, TOKEN_MAP, MedusaConfig
 from eyas.models.mtp_tensors import module_of
 from eyas.models.target_weights import TargetWeights
 
+_NOT_IN_EAGLE1_FOLDERS = ("norm.weight", "lm_head.weight")  # speculators has both, see `open_eagle_folder`
+
 
 def write_heads_file(path: Path, files: HeadFiles, target: DecoderConfig) -> None:
     """Write a head of any kind as a `.heads` file, see `models.heads_file`.
@@ -38,6 +40,8 @@ def write_heads_file(path: Path, files: HeadFiles, target: DecoderConfig) -> Non
     config = normalise_head(files, target)
     if path.suffix != ".heads":
         raise ValueError(f"{path} must end in .heads, by which such a file is known")
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder; give the name of a file")
     source = files.tensors
     header: dict[str, Any] = {
         "kind": files.kind,
@@ -62,10 +66,17 @@ def write_heads_file(path: Path, files: HeadFiles, target: DecoderConfig) -> Non
 
 
 def write_eagle_folder(path: Path, files: HeadFiles, target: DecoderConfig) -> None:
-    """Write an EAGLE-1 or EAGLE-3 head as the folder its authors publish: `config.json` and `model.safetensors`."""
+    """Write an EAGLE-1 or EAGLE-3 head as the folder its authors publish: `config.json` and `model.safetensors`.
+
+    Raises:
+        ValueError: for another kind, or for a variant of EAGLE-1 that its authors' folder has no place for.
+    """
     if files.kind not in ("eagle", "eagle3"):
         raise ValueError(f"format: a head of kind {files.kind} has no EAGLE folder; use heads")
     normalise_head(files, target)
+    for name in _NOT_IN_EAGLE1_FOLDERS:
+        if files.kind == "eagle" and name in files.tensors.names:
+            raise ValueError(f"format: an EAGLE-1 folder has no place for {name}, by which EAGLE-3 is known; use heads")
     tensors = {name: _read(files, name) for name in files.tensors.names}
     _write_folder(path, "model.safetensors", files.config, tensors)
 

@@ -118,6 +118,7 @@ def open_heads_file(path: Path) -> HeadFiles | None:
     if header["kind"] == "medusa":
         tensors = _count_from_two(path, header, tensors)
     if header["kind"] == "mtp":
+        _check_wiring(path, header["config"])
         tensors = MtpTensors(tensors, _MTP, 0)
     return HeadFiles(header["kind"], ".heads file", path, header["config"], tensors, header["base"])
 
@@ -173,6 +174,15 @@ def _entries(path: Path, entries: Any) -> dict[str, tuple[int, ...]]:
 
 def _is_positive(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _check_wiring(path: Path, config: dict[str, Any]) -> None:
+    """Raise `ValueError` unless an MTP module's config says what its own format implies."""
+    if not isinstance(config.get("block"), dict):
+        raise ValueError(f"{path}: config.block must be the config of the module's decoder layer, a JSON object")
+    for name in ("hidden_first", "masks_first", "feeds_back_norm"):
+        if not isinstance(config.get(name), bool):
+            raise ValueError(f"{path}: config.{name} is {config.get(name)!r}, expected true or false")
 
 
 def _count_from_two(path: Path, header: dict[str, Any], tensors: TensorSource) -> TensorSource:

@@ -60,7 +60,10 @@ def _open_file(path: Path, file: Path) -> HeadFiles | None:
 
 
 def _open_target(path: Path, raw: dict[str, Any]) -> HeadFiles | None:
-    """The heads of a Medusa-2 model, which lie in the same files as the model they were trained with."""
+    """The heads of a Medusa-2 model, which lie in the same files as the model they were trained with.
+
+    A folder of heads alone whose weight file is not called as the authors call it is found here, too.
+    """
     for index in ("model.safetensors.index.json", "pytorch_model.bin.index.json"):
         if (path / index).exists():
             if not any(str(name).startswith(_IN_TARGET) for name in read_json(path / index).get("weight_map", {})):
@@ -72,7 +75,8 @@ def _open_target(path: Path, raw: dict[str, Any]) -> HeadFiles | None:
             return None
     source = Checkpoint(path)
     if not any(name.startswith(_IN_TARGET) for name in source.names):
-        return None
+        is_alone = "medusa_num_heads" in raw and any(_AUTHORS.fullmatch(name) for name in source.names)
+        return _files(path, source, raw) if is_alone else None
     own = Renamed(source, {name: name for name in source.names if name.startswith(_IN_TARGET)})
     return HeadFiles("medusa", "Medusa-2 model", path, {}, Renamed(own, _authors_names(own)))
 

@@ -100,9 +100,15 @@ def vllm_prefixed(folder: Path, tensors: dict[str, Tensor], num_layers: int) -> 
     return folder
 
 
+def folder_without_their_file_name(folder: Path, tensors: dict[str, Tensor], num_layers: int) -> Path:
+    save_file(tensors, folder / "model.safetensors")
+    write_config(folder, medusa_num_heads=2)
+    return folder
+
+
 LAYOUTS = [
     authors_pickle, authors_safetensors, no_config, pickle_by_itself, file_of_another_name, prefixed_file, vllm_folder,
-    vllm_prefixed,
+    vllm_prefixed, folder_without_their_file_name,
 ]  # fmt: skip
 
 

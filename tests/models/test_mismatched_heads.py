@@ -15,7 +15,7 @@ from torch import Tensor
 
 from eyas.models.config import DecoderConfig
 from eyas.models.head_loading import load_head, open_head
-from eyas.models.head_writing import write_heads_file
+from eyas.models.head_writing import write_eagle_folder, write_heads_file
 from eyas.models.target_weights import TargetWeights
 
 if TYPE_CHECKING:
@@ -265,3 +265,52 @@ def test_maps_in_a_sidecar_are_checked(name: str, value: float, part: str, fitti
     message = fitting.refusal(path)
     assert part in message
     assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "part"),
+    [
+        ("block", None, "config.block must be the config of the module's decoder layer"),
+        ("block", [], "config.block must be"),
+        ("hidden_first", "no", "config.hidden_first is 'no', expected true or false"),
+        ("masks_first", 1, "config.masks_first is 1, expected true or false"),
+        ("feeds_back_norm", None, "config.feeds_back_norm is None, expected true or false"),
+    ],
+)
+def test_wiring_of_a_module_in_a_sidecar(field: str, value: Any, part: str, fitting: Fitting, tmp_path: Path) -> None:
+    """Catches a module wired by guess: other families join its inputs the other way round."""
+    path = tmp_path / "tiny.heads"
+    write_heads_file(path, open_head(fitting.mtp()), DecoderConfig.from_folder(fitting.target))
+    content = path.read_bytes()
+    size = int.from_bytes(content[8:12], "little")
+    header = json.loads(content[12 : 12 + size])
+    header["config"][field] = value
+    text = json.dumps(header).encode()
+    path.write_bytes(content[:8] + len(text).to_bytes(4, "little") + text + content[12 + size :])
+    message = fitting.refusal(path)
+    assert part in message
+    assert "\n" not in message
+
+
+def test_weights_without_their_config(fitting: Fitting) -> None:
+    """Catches a riddle where one file of a folder was given."""
+    message = fitting.refusal(fitting.eagle3() / WEIGHTS)
+    assert "only Medusa heads and .heads come as one file, give the folder of any other" in message
+
+
+def test_folders_that_would_not_be_read_back_are_not_written(fitting: Fitting, tmp_path: Path) -> None:
+    """Catches a conversion that ends in a folder nobody reads: by a final norm EAGLE-3 is told from EAGLE-1."""
+    folder = fitting.eagle()
+    layer = json.loads((folder / CONFIG).read_text())
+    config = {"speculators_model_type": "eagle", "transformer_layer_config": layer, "layernorms": True}
+    tensors = {name.replace("layers.0.", "transformer."): x for name, x in load_file(folder / WEIGHTS).items()}
+    tensors["fusion_fc.weight"] = tensors.pop("fc.weight")
+    tensors |= {f"{name}.weight": torch.ones(HIDDEN) for name in ("post_embedding_layernorm", "pre_lm_head_layernorm")}
+    saved = fitting.tiny_models.write(config, tensors)
+    fitting.load(saved)
+    with pytest.raises(ValueError, match="an EAGLE-1 folder has no place for norm.weight"):
+        write_eagle_folder(tmp_path / "out", open_head(saved), DecoderConfig.from_folder(fitting.target))
+    assert not any(tmp_path.iterdir())
+    (tmp_path / "out.heads").mkdir()
+    with pytest.raises(ValueError, match="out.heads is a folder"):
+        write_heads_file(tmp_path / "out.heads", open_head(saved), DecoderConfig.from_folder(fitting.target))
