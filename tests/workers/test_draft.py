@@ -15,12 +15,15 @@ from eyas.kernels.noise import gumbel_noise, stream_key
 from eyas.kernels.static_tree import TreeChoices
 from eyas.models.attention import Attention
 from eyas.models.eagle3 import Eagle3Head
+from eyas.models.head_loading import load_head
+from eyas.models.target_weights import TargetWeights
 from eyas.workers.draft import DraftRunner
 from eyas.workers.kv_pool import PoolLayout
 from eyas.workers.messages import AcceptedRun, DecodeItem, NewRequest, PrefillChunk, StepPlan
 from eyas.workers.sampling import SamplingParams
 
 if TYPE_CHECKING:
+    from tests.conftest import TinyModels
     from tests.workers.conftest import Generation, Job, Models
 
 NewAttention = Callable[[], Attention]
@@ -91,12 +94,35 @@ def in_nucleus(scores: Tensor, top_p: float) -> Tensor:
     return torch.zeros_like(scores, dtype=torch.bool).index_fill(0, order[:num_kept], True)
 
 
+@pytest.fixture(scope="module")
+def windowed_head(models: Models, tiny_models: TinyModels) -> Eagle3Head:
+    """Two layers that see three positions each."""
+    folder = tiny_models.head(models.target_folder, draft_vocab_size=55, sliding_window=3, num_hidden_layers=2)
+    sizes = {
+        "self_attn.q_proj": (32, 32),
+        "self_attn.k_proj": (16, 32),
+        "self_attn.v_proj": (16, 32),
+        "self_attn.o_proj": (32, 32),
+        "mlp.gate_proj": (40, 32),
+        "mlp.up_proj": (40, 32),
+        "mlp.down_proj": (32, 40),
+        "input_layernorm": (32,),
+        "post_attention_layernorm": (32,),
+    }
+    folder = tiny_models.changed(folder, {f"layers.1.{name}.weight": shape for name, shape in sizes.items()})
+    head = load_head(
+        folder, TargetWeights(models.target_folder, models.target.config), torch.float32, models.target.device
+    )
+    assert isinstance(head, Eagle3Head)
+    return head
+
+
 @pytest.mark.parametrize("sampling", ["greedy", "sampled"])
 @pytest.mark.parametrize(
     ("width", "draft_depth", "num_nodes"),
     [(1, 1, 2), (1, 5, 6), (1, 4, 3), (2, 3, 7), (3, 1, 4), (3, 4, 16), (4, 5, 12)],
 )
-@pytest.mark.parametrize("head", ["random", "guessing"])
+@pytest.mark.parametrize("head", ["random", "guessing", "windowed"])
 def test_trees_equal_trees_grown_by_hand(
     head: str,
     width: int,
@@ -107,12 +133,14 @@ def test_trees_equal_trees_grown_by_hand(
     jobs: list[Job],
     new_generation: type[Generation],
     text_attention: NewAttention,
+    windowed_head: Eagle3Head,
 ) -> None:
     """Catches a node that sees a sibling or misses an ancestor, a wrong position, and noise of another position.
 
     With width 1 the tree grown by hand is the chain of the head's best guesses.
     """
-    head_module = models.random_head if head == "random" else models.guessing_head
+    heads = {"random": models.random_head, "guessing": models.guessing_head, "windowed": windowed_head}
+    head_module = heads[head]
     workers = models.workers(LAYOUT, head_module)
     chosen = [job for job in jobs if (job.sampling.temperature > 0) == (sampling == "sampled")][:3]
     generation = new_generation(workers, TreeShape(num_nodes, draft_depth, width), max_prefill_tokens=16)
