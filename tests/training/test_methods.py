@@ -12,6 +12,7 @@ from torch import Tensor
 
 from eyas.models.attention import PLAIN_ATTENTION
 from eyas.models.config import DecoderConfig
+from eyas.models.eagle import EagleHead
 from eyas.models.head_loading import load_head
 from eyas.models.medusa import MedusaHead
 from eyas.models.target_weights import TargetWeights
@@ -52,6 +53,14 @@ class Case:
         self.head: Any = self.method.new_head(weights, LOSS_IDS, NUM_LEVELS)
         self.objective = Objective(self.method, self.head, self.output, LOSS_IDS, NUM_LEVELS, LEVEL_DECAY)
 
+    @torch.no_grad()
+    def level_logits(self, state: Tensor, level: int) -> Tensor:
+        """What a drafter would score after one state at a level, the first being 0."""
+        if isinstance(self.head, MedusaHead):
+            return self.head.logits(state[None], range(level + 1, level + 2)).flatten()
+        logits: Tensor = self.head.logits(state[None])[0]
+        return logits
+
     def stir(self) -> None:
         """Move every trained weight off its start, where some are zero, to values that bfloat16 can hold."""
         generator = torch.Generator().manual_seed(7)
@@ -85,6 +94,35 @@ def test_gradients_reach_what_is_trained_and_nothing_else(name: str, case: Case,
     reached = {own for own, weight in case.head.named_parameters() if weight.grad is not None and weight.grad.any()}
     assert reached == {own for own, _ in case.head.named_parameters()} - FROZEN[name]
     assert accuracy.shape == (NUM_LEVELS,)
+
+
+def test_the_loss_equals_a_naive_loop(case: Case, batch: Batch) -> None:
+    """Catches a level compared with another one's token, a regression onto another row's feature, ids of the loss that
+    are not the head's columns, and a level that takes part in the loss with another weight."""
+    case.stir()
+    loss, accuracy = case.objective.compute(batch)
+    recorded = batch.features.float()
+    inputs = case.method.inputs(recorded, case.output)
+    columns = [case.head.candidate_ids.tolist().index(token) for token in LOSS_IDS.tolist()]
+    expected = 0.0
+    for level, states in enumerate(case.method.level_states(case.head, inputs, batch, NUM_LEVELS)):
+        losses, hits, distances = [], [], []
+        for state, base in zip(states, batch.rows(level).tolist(), strict=True):
+            compared = base + 1 + level  # its distribution is that of the token two rows after the base, at level 0
+            if isinstance(case.head, EagleHead):
+                distances.append((state - inputs[compared]).detach().abs())
+            if int(batch.next_ids[compared]) in {-1, *LOSS_IDS.tolist()}:
+                probs = case.output.logits(recorded[compared, -32:])[LOSS_IDS].softmax(0)
+                scores = case.level_logits(state, level)[columns]
+                losses.append(-float((probs * scores.log_softmax(0)).sum()))
+                hits.append(bool(scores.argmax() == probs.argmax()))
+        term = sum(losses) / len(losses)
+        if distances:
+            off = torch.stack(distances)
+            term = 0.1 * term + float(torch.where(off < 1, off.square() / 2, off - 0.5).mean())
+        expected += LEVEL_DECAY**level * term
+        assert float(accuracy[level]) == pytest.approx(sum(hits) / len(hits))
+    assert float(loss.detach()) == pytest.approx(expected, rel=1e-4)
 
 
 def test_the_loss_falls(case: Case, batch: Batch) -> None:

@@ -78,19 +78,21 @@ def test_a_tiny_corpus_is_learnt(make_trainer: Any, dtype: str, matrix_rate: flo
     assert all(weight.dtype == torch.float32 for weight in trainer.head.parameters() if weight.requires_grad)
 
 
-@pytest.mark.parametrize("kill_after", [1, 7])
+@pytest.mark.parametrize(
+    ("kind", "kill_after"), [("eagle3", 1), ("eagle3", 7), ("medusa", 7), ("eagle", 7), ("mtp", 7)]
+)
 def test_a_killed_run_repeats_the_losses(
-    make_trainer: Any, corpus_folder: Path, shard: Shard, tmp_path: Path, kill_after: int
+    make_trainer: Any, corpus_folder: Path, shard: Shard, tmp_path: Path, kind: str, kill_after: int
 ) -> None:
     """Catches optimiser, rate, batch order or corpus that are not restored exactly, and a log with doubled steps.
 
     The corpus grows between kill and resume, which must change neither vocabulary nor batches.
     """
     whole, killed, resumed = Recorder(), Recorder(), Recorder()
-    make_trainer("whole").run(whole)
-    assert make_trainer("work", checkpoint_minutes=1e-9).run(killed, stop_after=kill_after) is None
+    make_trainer("whole", kind=kind).run(whole)
+    assert make_trainer("work", kind=kind, checkpoint_minutes=1e-9).run(killed, stop_after=kill_after) is None
     write_shard(shard, corpus_folder / "shard-00001.safetensors")
-    make_trainer("work").run(resumed)
+    make_trainer("work", kind=kind).run(resumed)
     first = 12 - len(resumed.losses)
     assert first == kill_after - 1  # the checkpoint after the last step was not reached
     assert killed.losses[:first] + resumed.losses == whole.losses
@@ -103,6 +105,8 @@ def test_other_settings_do_not_resume(make_trainer: Any) -> None:
     make_trainer().run(Recorder())
     with pytest.raises(ValueError, match="tokens_per_batch = 30, now it is 31"):
         make_trainer(tokens_per_batch=31)
+    with pytest.raises(ValueError, match="kind = eagle3, now it is mtp"):
+        make_trainer(kind="mtp")
 
 
 def test_minutes_become_a_number_of_steps(make_trainer: Any) -> None:
