@@ -162,6 +162,10 @@ class EagleHead(DraftHead):
 
     candidate_ids: Tensor  # target id of every scored row, int64 [Vd]
 
+    @property
+    def max_candidates(self) -> int:
+        return self.candidate_ids.numel() if self.projection is None else self.projection.num_candidates
+
     def extend(self, features: Tensor, token_ids: Tensor, positions: Tensor, attention: Attention) -> Tensor:
         """Committed pairs: final target states `[T, H]` and the tokens after them `[T]`, to states `[T, H]`."""
         return self.step(features, token_ids, positions, attention)

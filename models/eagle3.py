@@ -92,6 +92,10 @@ class Eagle3Head(DraftHead):
 
     candidate_ids: Tensor  # target id of every draft-vocabulary entry, int64 [Vd]
 
+    @property
+    def max_candidates(self) -> int:
+        return self.candidate_ids.numel() if self.projection is None else self.projection.num_candidates
+
     def extend(self, features: Tensor, token_ids: Tensor, positions: Tensor, attention: Attention) -> Tensor:
         """Committed pairs: true target features `[T, A * Ht]` and the tokens after them `[T]`, to states `[T, H]`."""
         return self.step(self.fuse(features), token_ids, positions, attention)

@@ -74,6 +74,11 @@ class DraftHead(nn.Module, ABC):
     dtype: torch.dtype
     device: torch.device
 
+    @property
+    def max_candidates(self) -> int:
+        """Candidates it can propose after one state."""
+        return self.candidate_ids.numel()
+
     @abstractmethod
     def extend(self, features: Tensor, token_ids: Tensor, positions: Tensor, attention: Attention) -> Tensor:
         """States `[T, S]` of committed pairs.

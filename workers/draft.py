@@ -58,10 +58,10 @@ class DraftRunner:
         """
         if choices is not None:
             widest = max(choices.num_candidates(level) for level in range(1, choices.depth + 1))
-            if widest > head.candidate_ids.numel():
+            if widest > head.max_candidates:
                 raise ValueError(
                     f"tree: the shape asks for {widest} candidates of one node, the head can propose only "
-                    f"{head.candidate_ids.numel()} tokens; use a narrower tree"
+                    f"{head.max_candidates} tokens; use a narrower tree"
                 )
         self.head = head
         self.layout = layout
@@ -160,7 +160,7 @@ class DraftRunner:
         requests = [self._requests[item.request_id] for item in items]
         growth: TreeGrowth | StaticGrowth
         if self._choices is None:
-            growth = TreeGrowth(min(plan.width, self.head.candidate_ids.numel()))
+            growth = TreeGrowth(min(plan.width, self.head.max_candidates))
         else:
             choices = self._choices.truncated(depth)
             growth, depth = StaticGrowth(choices), choices.depth

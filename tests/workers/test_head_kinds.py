@@ -258,3 +258,23 @@ def test_text_is_the_targets(
     num_accepted = [len(run.tokens) - 1 for run in generation.decode_runs]
     assert sum(num_accepted) > MIN_ACCEPTED * len(num_accepted)
     assert workers.target.num_granted_pages == workers.drafter.num_granted_pages == 0
+
+
+def test_few_candidates_make_narrow_trees(
+    models: Models,
+    tiny_models: TinyModels,
+    jobs: list[Job],
+    plain_texts: list[list[int]],
+    new_generation: type[Generation],
+) -> None:
+    """Catches a tree asked to be wider than what the factors of a candidate head retrieve."""
+    path, layout = Eagle(rank=12)(tiny_models, models.target_folder), PoolLayout(num_pages=24, page_size=16)
+    weights = TargetWeights(models.target_folder, models.target.config)
+    head = load_head(path, weights, torch.float32, torch.device("cpu"), HeadOptions(num_candidates=2))
+    workers = LocalWorkers(TargetRunner(models.target, layout, head.capture), DraftRunner(head, layout))
+    generation = new_generation(workers, SHAPES["dynamic"], max_batch_size=4)
+    for job in jobs:
+        generation.submit(job)
+    assert generation.run() == plain_texts
+    with pytest.raises(ValueError, match="asks for 3 candidates of one node, the head can propose only 2 tokens"):
+        DraftRunner(head, layout, choices=STATIC)
