@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import pickle
+import struct
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -165,6 +166,8 @@ def _load_pickled(file: Path) -> dict[str, Tensor]:
     except (OSError, RuntimeError, EOFError, ValueError) as error:
         first_line = (str(error).splitlines() or [type(error).__name__])[0]
         raise ValueError(f"{file} cannot be read: {lfs_hint(file) or first_line}") from None
+    except (AssertionError, AttributeError, LookupError, TypeError, struct.error):  # as torch meets changed bytes
+        raise ValueError(f"{file} cannot be read: it is damaged; copy it again") from None
     if not isinstance(content, dict) or not all(isinstance(tensor, Tensor) for tensor in content.values()):
         raise ValueError(f"{file} must hold a dictionary of tensors")
     return {str(name): tensor for name, tensor in content.items()}

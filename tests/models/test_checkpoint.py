@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 
 import pytest
@@ -52,3 +53,24 @@ def test_missing_shard_is_named(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     with pytest.raises(ValueError, match=r"two\.safetensors is named by .* but does not exist"):
         Checkpoint(tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
+@pytest.mark.parametrize("is_zip", [True, False])
+def test_damaged_pickles_are_refused_in_one_line(is_zip: bool, tmp_path: Path) -> None:
+    """Catches whatever error torch meets behind a changed byte: a missing key, an empty stack, a failed assertion."""
+    file = tmp_path / "weights.pt"
+    torch.save({"a": torch.ones(3, 5), "b": torch.ones(5)}, file, _use_new_zipfile_serialization=is_zip)
+    content = file.read_bytes()
+    rng = random.Random(0)
+    refusals = []
+    for _ in range(200):
+        damaged = bytearray(content)
+        damaged[rng.randrange(len(damaged))] = rng.randrange(256)
+        file.write_bytes(damaged)
+        try:
+            Checkpoint(file)
+        except ValueError as error:
+            refusals.append(str(error))
+    assert len(refusals) > 20
+    assert all(str(file) in refusal and "\n" not in refusal for refusal in refusals)
