@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -87,4 +88,6 @@ def _read_ids(path: Path) -> Any:
     except (OSError, RuntimeError, EOFError, ValueError) as error:
         first_line = (str(error).splitlines() or [type(error).__name__])[0]
         raise ValueError(f"token_map: {path} cannot be read: {first_line}") from None
+    except (AssertionError, AttributeError, LookupError, TypeError, struct.error):  # as torch meets changed bytes
+        raise ValueError(f"token_map: {path} cannot be read: it is damaged") from None
     raise ValueError(f"token_map: {path} must end in .pt, .json or .txt")

@@ -54,6 +54,16 @@ def test_bad_token_maps_are_refused(name: str, content: Any, message: str, tmp_p
         read_token_map(write(tmp_path / name, content), 10)
 
 
+def test_damaged_file_is_refused_in_one_line(tmp_path: Path) -> None:
+    """Catches an error of the unpickler reaching whoever starts the server."""
+    path = write(tmp_path / "ids.pt", [3, 4])
+    content = path.read_bytes()
+    for cut in (0, 10, len(content) // 2, len(content) - 30):
+        path.write_bytes(content[:cut])
+        with pytest.raises(ValueError, match=r"^token_map: .*ids\.pt [^\n]*$"):
+            read_token_map(path, 10)
+
+
 @pytest.mark.parametrize(
     ("name", "message"), [("none.json", "does not exist"), ("ids.csv", "must end in .pt, .json or .txt")]
 )
