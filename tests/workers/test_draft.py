@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -94,10 +94,8 @@ def in_nucleus(scores: Tensor, top_p: float) -> Tensor:
     return torch.zeros_like(scores, dtype=torch.bool).index_fill(0, order[:num_kept], True)
 
 
-@pytest.fixture(scope="module")
-def windowed_head(models: Models, tiny_models: TinyModels) -> Eagle3Head:
-    """Two layers that see three positions each."""
-    folder = tiny_models.head(models.target_folder, draft_vocab_size=55, sliding_window=3, num_hidden_layers=2)
+def two_layer_head(models: Models, tiny_models: TinyModels, **options: Any) -> Eagle3Head:
+    folder = tiny_models.head(models.target_folder, draft_vocab_size=55, num_hidden_layers=2, **options)
     sizes = {
         "self_attn.q_proj": (32, 32),
         "self_attn.k_proj": (16, 32),
@@ -115,6 +113,12 @@ def windowed_head(models: Models, tiny_models: TinyModels) -> Eagle3Head:
     )
     assert isinstance(head, Eagle3Head)
     return head
+
+
+@pytest.fixture(scope="module")
+def windowed_head(models: Models, tiny_models: TinyModels) -> Eagle3Head:
+    """Two layers that see three positions each."""
+    return two_layer_head(models, tiny_models, sliding_window=3)
 
 
 @pytest.mark.parametrize("sampling", ["greedy", "sampled"])
@@ -200,6 +204,39 @@ def test_chunked_prompt_equals_whole(chunks: list[int], models: Models, jobs: li
 def decode_plan(*request_ids: int, num_nodes: int = 8, width: int = 3, draft_depth: int = 3) -> StepPlan:
     items = [DecodeItem(request_id, num_nodes) for request_id in request_ids]
     return StepPlan(9, decode=items, draft_depth=draft_depth, width=width)
+
+
+@pytest.mark.parametrize("layer_types", [["sliding_attention"] * 2, ["full_attention", "sliding_attention"]])
+@pytest.mark.parametrize("window", [1, 2, 3, 5])
+def test_windows_end_at_positions(
+    window: int,
+    layer_types: list[str],
+    models: Models,
+    tiny_models: TinyModels,
+    jobs: list[Job],
+    text_attention: NewAttention,
+) -> None:
+    """Catches a window counted in nodes of the tree, which a grown tree seldom shows: its deep nodes are cut off."""
+    head = two_layer_head(models, tiny_models, sliding_window=window, layer_types=layer_types)
+    choices = TreeChoices.cartesian([3, 2, 2, 1, 1])
+    runner = DraftRunner(head, LAYOUT, choices=choices)
+    roots = [
+        start(
+            runner, models, request_id, job, list(range(request_id * 20, request_id * 20 + 20)), [len(job.prompt_ids)]
+        )
+        for request_id, job in enumerate(jobs[1:4])
+    ]
+    plan = decode_plan(0, 1, 2, num_nodes=choices.num_nodes, draft_depth=choices.depth)
+    trees = runner.draft(plan)
+    with torch.inference_mode():
+        for request_id, (job, root) in enumerate(zip(jobs[1:4], roots, strict=True)):
+            features = models.recompute(job.prompt_ids, root).features
+            by_hand = HandGrowth(head, features, [*job.prompt_ids, root], job.sampling, text_attention)
+            drafted: dict[tuple[int, ...], int] = {}
+            for path in choices.paths:
+                above = [drafted[path[:depth]] for depth in range(1, len(path))]
+                drafted[path] = by_hand.candidates(above, path[-1] + 1)[-1][0]
+            assert trees[request_id][0] == [root, *drafted.values()]
 
 
 def test_requests_drafted_together_equal_requests_alone(models: Models, jobs: list[Job]) -> None:
