@@ -155,6 +155,7 @@ class Eagle:
     options: dict[str, Any] = field(default_factory=dict)
     num_layers: int = 1
     rank: int | None = None
+    is_pickled: bool = False
 
     def __call__(self, tiny_models: TinyModels, target: Path) -> Path:
         _, final_norm, output = target_weights(target)
@@ -165,11 +166,15 @@ class Eagle:
         if self.options.get("add_para_norm"):
             for name in ("embedding_layernorm", "hidden_states_layernorm"):
                 tensors[f"{name}.weight"] = noise.on(torch.ones(HIDDEN))
+        if self.options.get("bias"):
             tensors["fc.bias"] = noise.of(HIDDEN)
         if self.rank is not None:
             tensors |= low_rank(output, self.rank)
         config = sizes() | {"num_hidden_layers": self.num_layers} | self.options
         folder = tiny_models.write(config, tensors)
+        if self.is_pickled:
+            (folder / "model.safetensors").unlink()
+            torch.save(tensors, folder / "pytorch_model.bin")
         (folder / "token_map.json").write_text(json.dumps(list(range(VOCAB_SIZE - 1, 5, -1))))
         return folder
 
@@ -213,7 +218,8 @@ HEADS = {
         "eagle3", Eagle3(EAGLE_31 | {"sliding_window": 4}, rank=12), lambda _: HeadOptions(num_candidates=16)
     ),
     "eagle": Row("eagle", Eagle()),
-    "eagle of HASS with two layers": Row("eagle", Eagle({"add_para_norm": True}, num_layers=2)),
+    "eagle with a bias in a pickle": Row("eagle", Eagle({"bias": True}, is_pickled=True)),
+    "eagle of HASS with two layers": Row("eagle", Eagle({"add_para_norm": True, "bias": True}, num_layers=2)),
     "eagle with token map": Row("eagle", Eagle(), lambda path: HeadOptions(token_map=str(path / "token_map.json"))),
     "eagle with candidate head": Row("eagle", Eagle({"num_candidates": 16}, rank=12)),
 }
