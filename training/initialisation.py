@@ -49,9 +49,7 @@ class TargetOutput:
         )
 
     def restricted(self, token_ids: Tensor) -> TargetOutput:
-        """The same over the ids `[Vd]` only, strictly increasing."""
-        if token_ids.shape[0] == self.weight.shape[0]:
-            return self
+        """The same over the ids `[Vd]` only."""
         return TargetOutput(self.norm, self.weight[token_ids].contiguous(), self.eps)
 
     def normed(self, states: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Soft cross-entropy against the target's distribution, fused with the output projection.
 
-For logits z = s W^T and target probabilities p, the loss of a row is -sum(p * log_softmax(z)) and its gradient towards
-z is softmax(z) - p. Both come out of one pass over blocks of rows small enough for the cache; the logits of a whole
+For logits z = s W^T + b and target probabilities p, the loss of a row is -sum(p * log_softmax(z)), its gradient towards
+z softmax(z) - p. Both come out of one pass over blocks of rows small enough for the cache; the logits of a whole
 batch never exist, nor does their gradient unless the projection is trained.
 
 Letters: R rows, H hidden, Vd draft vocabulary.
@@ -24,20 +24,21 @@ def target_distribution(logits: Tensor) -> Tensor:
 
 
 def soft_cross_entropy(
-    states: Tensor, weight: Tensor, target_probs: Tensor, row_weights: Tensor
+    states: Tensor, weight: Tensor, target_probs: Tensor, row_weights: Tensor, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Weighted sum over rows of the cross-entropy of `softmax(states weight^T)` against `target_probs`.
+    """Weighted sum over rows of the cross-entropy of `softmax(states weight^T + bias)` against `target_probs`.
 
     Args:
         states: normed states `[R, H]`.
         weight: output projection `[Vd, H]`.
         target_probs: `[R, Vd]`, rows sum to 1.
         row_weights: `[R]`; 0 drops a row.
+        bias: `[Vd]`, not trained.
 
     Returns:
         The loss, a scalar, and where the two distributions have their maximum in common, bool `[R]`.
     """
-    loss, agrees = _SoftCrossEntropy.apply(states, weight, target_probs, row_weights)
+    loss, agrees = _SoftCrossEntropy.apply(states, weight, target_probs, row_weights, bias)
     return loss, agrees
 
 
@@ -46,7 +47,7 @@ class _SoftCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, states: Tensor, weight: Tensor, target_probs: Tensor, row_weights: Tensor
+        ctx: Any, states: Tensor, weight: Tensor, target_probs: Tensor, row_weights: Tensor, bias: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         wide = torch.promote_types(states.dtype, torch.float32)
         needs_states, needs_weight = ctx.needs_input_grad[:2]
@@ -57,7 +58,7 @@ class _SoftCrossEntropy(torch.autograd.Function):
         loss = torch.zeros((), dtype=wide, device=states.device)
         for first in range(0, states.shape[0], _BLOCK_ROWS):
             rows = slice(first, first + _BLOCK_ROWS)
-            scores = F.linear(states[rows], weight).to(wide)
+            scores = F.linear(states[rows], weight, bias).to(wide)
             probs, weights = target_probs[rows].to(wide), row_weights[rows].to(wide)
             best = probs.max(dim=-1).indices[:, None]
             highest = scores.amax(dim=-1, keepdim=True)
@@ -79,8 +80,8 @@ class _SoftCrossEntropy(torch.autograd.Function):
         return loss, agrees
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         states_gradient, weight_gradient = (
             None if saved is None else saved * gradients[0].to(saved.dtype) for saved in ctx.saved_tensors
         )
-        return states_gradient, weight_gradient, None, None
+        return states_gradient, weight_gradient, None, None, None

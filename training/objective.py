@@ -1,10 +1,11 @@
 """What a training step minimises.
 
-Letters: T rows, R bases, H hidden, Vd ids the loss is taken over, K levels.
+Letters: T rows, R bases, H hidden, V target vocabulary, Vd ids the loss is taken over, K levels.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -23,7 +24,9 @@ class Objective(nn.Module):
 
     Args:
         output: the target's, in the dtype to compute in.
-        token_ids: what the loss is taken over, strictly increasing ids the head can propose, int64 `[Vd]`.
+        token_ids: what the loss is taken over, strictly increasing ids the head can propose, int64.
+        num_sampled: further ids of those it can propose, drawn anew for every batch. They stand for all the others: a
+            head that never saw these would not know that they are rare, and propose them far too often.
         level_decay: level i counts `level_decay ** i`.
 
     The head keeps float32 weights; each call computes with copies in the dtype of `output`, and gradients reach the
@@ -38,16 +41,21 @@ class Objective(nn.Module):
         token_ids: Tensor,
         num_levels: int,
         level_decay: float,
+        num_sampled: int = 0,
     ) -> None:
         super().__init__()
         self.method = method
         self.head = head
-        self.output = output.restricted(token_ids)
+        self.output = output
         self.num_levels = num_levels
         self.level_decay = level_decay
-        self._columns = None
-        if token_ids.shape[0] != head.candidate_ids.shape[0]:
-            self._columns = torch.searchsorted(head.candidate_ids, token_ids)
+        self._columns = torch.searchsorted(head.candidate_ids, token_ids)
+        is_other = torch.ones(head.candidate_ids.shape[0], dtype=torch.bool)
+        is_other[self._columns] = False
+        self._other_columns = is_other.nonzero().squeeze(1)
+        self._num_sampled = num_sampled
+        if num_sampled >= self._other_columns.shape[0]:
+            self._columns, self._num_sampled = torch.arange(head.candidate_ids.shape[0]), 0
         is_scored = torch.zeros(output.weight.shape[0] + 1, dtype=torch.bool)
         is_scored[token_ids] = True
         is_scored[-1] = True  # index -1: the token after the last row is unknown
@@ -64,10 +72,12 @@ class Objective(nn.Module):
         """`compute` in the dtype the weights have. Rows that emitted an id outside `token_ids` are dropped."""
         method, hidden = self.method, self.output.norm.shape[0]
         recorded = batch.features.to(self.output.weight.dtype)
+        columns, bias = self.scored_columns(batch)
         compared = batch.rows(0) + 1  # the target rows of level 0; those of level k leave out k per conversation
         with torch.no_grad():
             inputs = method.inputs(recorded, self.output)
-            target_probs = target_distribution(self.output.logits(recorded[compared, -hidden:]))
+            scored = self.output.restricted(self.head.candidate_ids[columns])
+            target_probs = target_distribution(scored.logits(recorded[compared, -hidden:]) + bias)
             is_kept = self._is_scored[batch.next_ids[compared]]
         total, accuracies = torch.zeros(()), []
         for level, states in enumerate(method.level_states(self.head, inputs, batch, self.num_levels)):
@@ -75,9 +85,10 @@ class Objective(nn.Module):
             kept = is_kept[rows].nonzero().squeeze(1)
             loss, agrees = soft_cross_entropy(
                 method.projected(self.head, states.index_select(0, kept), level),
-                self._projection(level),
+                _rows(method.projection(self.head, level), columns),
                 target_probs.index_select(0, rows[kept]),
                 torch.full((kept.shape[0],), 1.0 / max(1, kept.shape[0])),
+                bias,
             )
             loss = method.cross_entropy_share * loss
             state_loss = method.state_loss(states, inputs.index_select(0, compared[rows]))
@@ -87,6 +98,23 @@ class Objective(nn.Module):
             accuracies.append(agrees.float().mean())
         return total, torch.stack(accuracies)
 
-    def _projection(self, level: int) -> Tensor:
-        weight = self.method.projection(self.head, level)
-        return weight if self._columns is None else weight.index_select(0, self._columns)
+    def scored_columns(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Columns of the head the loss is taken over, int64 `[Vd]`, and what is added to each one's logits.
+
+        A sampled id counts as many times as there are others for each. The sample depends on the batch alone, so that a
+        resumed run repeats it.
+        """
+        dtype = self.output.weight.dtype
+        if not self._num_sampled:
+            return self._columns, torch.zeros(self._columns.shape[0], dtype=dtype)
+        generator = torch.Generator().manual_seed(int(batch.token_ids.sum()))
+        num_others = self._other_columns.shape[0]
+        sampled = self._other_columns[torch.randperm(num_others, generator=generator)[: self._num_sampled]]
+        bias = torch.zeros(self._columns.shape[0] + self._num_sampled, dtype=dtype)
+        bias[self._columns.shape[0] :] = math.log(num_others / self._num_sampled)
+        return torch.cat([self._columns, sampled]), bias
+
+
+def _rows(weight: Tensor, columns: Tensor) -> Tensor:
+    """The rows of an output projection that are scored; all of them are not copied."""
+    return weight if columns.shape[0] == weight.shape[0] else weight.index_select(0, columns)

@@ -89,7 +89,13 @@ class HeadTrainer:
         self.head = self.method.new_head(weights, self.vocabulary.token_ids, config.num_levels)
         self._output = TargetOutput.load(target_folder, target, dtype)
         self._objective = Objective(
-            self.method, self.head, self._output, self.vocabulary.token_ids, config.num_levels, config.level_decay
+            self.method,
+            self.head,
+            self._output,
+            self.vocabulary.token_ids,
+            config.num_levels,
+            config.level_decay,
+            config.num_sampled,
         )
         self._optimizer = HeadOptimizer(self.head, config.learning_rate, config.matrix_rate, config.matrix_decay)
         by_length = sorted(validation, key=lambda item: item.length)

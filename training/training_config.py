@@ -20,6 +20,7 @@ class TrainingConfig:
         max_minutes: wall time to plan for when `num_steps` is None, judged by the speed of the first steps.
         draft_vocab_size: target ids the loss is taken over, the most frequent ones of the answers; an EAGLE-3 head can
             propose no others.
+        num_sampled: ids of the others that stand for them in the loss of a batch, see `Objective`.
         tokens_per_batch: rows of a batch.
         num_levels: levels to train, level i counting `level_decay ** i`: steps of the training-time test, or the heads
             of Medusa.
@@ -34,6 +35,7 @@ class TrainingConfig:
     num_steps: int | None = None
     max_minutes: float | None = None
     draft_vocab_size: int = 8192
+    num_sampled: int = 2048
     tokens_per_batch: int = 3000
     max_length: int = 2048
     num_levels: int = 3
@@ -67,8 +69,8 @@ class TrainingConfig:
             raise ValueError(f"validation_share: must be between 0 and 1, got {self.validation_share}")
         if not 0.0 <= self.final_rate_share <= 1.0:
             raise ValueError(f"final_rate_share: must be between 0 and 1, got {self.final_rate_share}")
-        if min(self.warmup_steps, self.matrix_rate, self.matrix_decay) < 0:
-            raise ValueError("warmup_steps, matrix_rate, matrix_decay: must not be negative")
+        if min(self.warmup_steps, self.matrix_rate, self.matrix_decay, self.num_sampled) < 0:
+            raise ValueError("warmup_steps, matrix_rate, matrix_decay, num_sampled: must not be negative")
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype: {self.dtype} is not supported; use one of {sorted(DTYPES)}")
 

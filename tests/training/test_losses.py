@@ -52,6 +52,17 @@ def test_gradients_equal_those_of_autograd() -> None:
     torch.testing.assert_close(actual, expected)
 
 
+def test_a_bias_shifts_the_logits() -> None:
+    """Catches a bias that reaches the loss but not the gradient, or the other way round."""
+    states, weight, target_probs, row_weights = make_case(SEVERAL_BLOCKS)
+    bias = torch.linspace(-2.0, 2.0, DRAFT_VOCAB, dtype=torch.float64)
+    loss, _ = soft_cross_entropy(states.requires_grad_(), weight, target_probs, row_weights, bias)
+    log_probs = (states @ weight.T + bias).log_softmax(1)
+    expected = -(row_weights[:, None] * target_probs * log_probs).sum()
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(torch.autograd.grad(loss, states), torch.autograd.grad(expected, states))
+
+
 def test_bfloat16_stays_close() -> None:
     """Catches sums taken in bfloat16, which would lose whole digits over a long vocabulary."""
     case = [x.float() for x in make_case(SEVERAL_BLOCKS)]

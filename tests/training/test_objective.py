@@ -12,7 +12,8 @@ from eyas.models.config import DecoderConfig
 from eyas.models.eagle3 import Eagle3Head
 from eyas.training.dataset import Batch, Corpus
 from eyas.training.eagle3_method import Eagle3Method
-from eyas.training.initialisation import TargetOutput
+from eyas.training.initialisation import NewWeights, TargetOutput
+from eyas.training.mtp_method import MtpMethod
 from eyas.training.objective import Objective
 from eyas.training.ttt import training_time_test
 from eyas.training.validation import validate
@@ -124,3 +125,37 @@ def test_validation_counts_by_hand(corpus: Corpus, head: Eagle3Head, output: Tar
     assert measured.accuracy == [ranks[0] for ranks in measured.recall]
     assert num_accepted > num_bases / 4
     assert measured.chain_length == pytest.approx(1 + num_accepted / num_bases)
+
+
+def test_sampled_ids_stand_for_all_the_others(
+    corpus: Corpus, target: DecoderConfig, target_folder: Path, output: TargetOutput
+) -> None:
+    """Catches ids sampled twice or from among those always there, a sample that a resumed run would not repeat, and
+    sampled ids that weigh less than those they stand for, which a head would then propose too often."""
+    head = MtpMethod().new_head(NewWeights(target_folder, target, torch.float32, seed=0), DRAFT_IDS, NUM_STEPS)
+    batches = [corpus.batch([conversation]) for conversation in corpus.conversations]
+    objective = Objective(MtpMethod(), head, output, DRAFT_IDS, NUM_STEPS, STEP_DECAY, num_sampled=8)
+    states, totals = torch.randn(5, 32, generator=torch.Generator().manual_seed(3)), []
+    for batch in batches:
+        columns, bias = objective.scored_columns(batch)
+        sampled = columns[len(DRAFT_IDS) :].tolist()
+        assert columns[: len(DRAFT_IDS)].tolist() == DRAFT_IDS.tolist()
+        assert len(set(sampled)) == 8
+        assert all(token % 2 for token in sampled)
+        assert torch.equal(columns, objective.scored_columns(batch)[0])
+        totals.append((output.restricted(columns).logits(states) + bias).exp().sum(1))
+    assert len({tuple(objective.scored_columns(batch)[0].tolist()) for batch in batches}) == len(batches)
+    whole = output.logits(states).exp().sum(1)
+    assert (torch.stack(totals).mean(0) / whole).log().abs().mean() < 0.5  # four times the ids: log 4 would be missing
+
+
+@pytest.mark.parametrize("num_sampled", [32, 500])
+def test_a_sample_of_all_the_others_is_the_whole_vocabulary(
+    corpus: Corpus, target: DecoderConfig, target_folder: Path, output: TargetOutput, num_sampled: int
+) -> None:
+    """Catches rows of the output projection taken in the order of the vocabulary where the sample has another."""
+    head = MtpMethod().new_head(NewWeights(target_folder, target, torch.float32, seed=0), DRAFT_IDS, NUM_STEPS)
+    batch, everything = corpus.batch(corpus.conversations[:2]), torch.arange(64)
+    sampled = Objective(MtpMethod(), head, output, DRAFT_IDS, NUM_STEPS, STEP_DECAY, num_sampled)
+    assert torch.equal(sampled.scored_columns(batch)[0], everything)
+    assert not sampled.scored_columns(batch)[1].any()
