@@ -68,6 +68,10 @@ _KINDS = {
 }
 
 
+# Python's own words for text where a number is due; they name no field.
+_NUMBER_ERRORS = ("invalid literal", "could not convert")
+
+
 def open_head(path: Path) -> HeadFiles:
     """Find out what the head at `path` is.
 
@@ -85,9 +89,20 @@ def open_head(path: Path) -> HeadFiles:
 
 
 def normalise_head(files: HeadFiles, target: DecoderConfig, options: HeadOptions | None = None) -> HeadConfig:
-    """Explicit config of a head for a target, without loading its weights."""
+    """Explicit config of a head for a target, without loading its weights.
+
+    Raises:
+        ValueError: naming the field; for a field of another type or value than any head has, the file and the reason.
+    """
     files.check_base(target)
-    return _KINDS[files.kind].normalise(files, target, options or HeadOptions())
+    try:
+        return _KINDS[files.kind].normalise(files, target, options or HeadOptions())
+    except (TypeError, ArithmeticError, KeyError, AttributeError, ValueError) as error:
+        reason = str(error).strip()
+        if isinstance(error, ValueError) and "\n" not in reason and not reason.startswith(_NUMBER_ERRORS):
+            raise
+        first_line = reason.partition("\n")[0]
+        raise ValueError(f"{files.path}: its config holds a field of a wrong type or value: {first_line}") from error
 
 
 def load_head(
@@ -99,5 +114,5 @@ def load_head(
         ValueError: naming the field or tensor, with what was expected and found.
     """
     files = open_head(path)
-    files.check_base(target.config)
+    normalise_head(files, target.config, options)  # first, because its errors are about the files alone
     return _KINDS[files.kind].load(files, target, options or HeadOptions(), dtype, device).eval()

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any, cast
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import AutoConfig, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
@@ -31,7 +32,10 @@ class RotaryTable(nn.Module):
             ValueError: for a variant whose frequencies change with the length of the text.
         """
         super().__init__()
-        known = AutoConfig.for_model(raw_config["model_type"], **_without(raw_config, "model_type"))
+        try:
+            known = AutoConfig.for_model(raw_config["model_type"], **_without(raw_config, "model_type"))
+        except StrictDataclassError as error:
+            raise ValueError(f"config.json: {' '.join(str(error).split())}") from None
         rope_type = (getattr(known, "rope_parameters", None) or {}).get("rope_type", "default")
         if rope_type in _LENGTH_DEPENDENT:
             raise ValueError(

@@ -314,3 +314,25 @@ def test_folders_that_would_not_be_read_back_are_not_written(fitting: Fitting, t
     (tmp_path / "out.heads").mkdir()
     with pytest.raises(ValueError, match="out.heads is a folder"):
         write_heads_file(tmp_path / "out.heads", open_head(saved), DecoderConfig.from_folder(fitting.target))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"num_attention_heads": 0},
+        {"hidden_size": [1]},
+        {"hidden_size": "abc"},
+        {"rms_norm_eps": "small"},
+        {"rope_parameters": "x"},
+        {"intermediate_size": {}},
+    ],
+    ids=lambda fields: next(iter(fields)),
+)
+def test_fields_of_a_wrong_type(fields: dict[str, Any], fitting: Fitting) -> None:
+    """Catches Python's own error, or a stack trace, for a config edited by hand."""
+    path = fitting.eagle3()
+    config = json.loads((path / CONFIG).read_text())
+    (path / CONFIG).write_text(json.dumps(config | fields))
+    message = fitting.refusal(path)
+    assert str(path) in message or next(iter(fields)) in message
+    assert "\n" not in message
