@@ -57,7 +57,7 @@ class Objective(nn.Module):
         if num_sampled >= self._other_columns.shape[0]:
             self._columns, self._num_sampled = torch.arange(head.candidate_ids.shape[0]), 0
         is_scored = torch.zeros(output.weight.shape[0] + 1, dtype=torch.bool)
-        is_scored[token_ids] = True
+        is_scored[head.candidate_ids[self._columns]] = True
         is_scored[-1] = True  # index -1: the token after the last row is unknown
         self._is_scored = is_scored
 
@@ -69,7 +69,7 @@ class Objective(nn.Module):
         return loss, accuracy
 
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """`compute` in the dtype the weights have. Rows that emitted an id outside `token_ids` are dropped."""
+        """`compute` in the dtype the weights have. Rows that emitted an id the loss may not hold are dropped."""
         method, hidden = self.method, self.output.norm.shape[0]
         recorded = batch.features.to(self.output.weight.dtype)
         columns, bias = self.scored_columns(batch)
