@@ -16,12 +16,13 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from eyas.models.attention import AttentionOptions
-from eyas.models.checkpoint import Checkpoint, TensorSource
+from eyas.models.checkpoint import Checkpoint
 from eyas.models.config import DecoderConfig
 from eyas.models.head import Candidates, DraftHead
 from eyas.models.head_files import HeadOptions
 from eyas.models.head_loading import load_head, normalise_head, open_head
 from eyas.models.target_weights import TargetWeights
+from eyas.models.tensor_source import TensorSource
 
 _CPU = torch.device("cpu")
 
@@ -71,11 +72,10 @@ def inspect_path(path: Path, target_folder: Path | None, options: HeadOptions) -
         found.fields["reads target states"] = list(config.capture)
         found.fields["other plausible readings"] = [list(each) for each in config.plausible_captures[1:]]
         head = load_head(path, TargetWeights(target_folder, target_config), torch.float32, _CPU, options)
+        num_features = len(config.capture) * target_config.hidden_size
         target_weights = target_pass_weights(target_folder, target_config)
-        found.cost = step_weights(head, len(config.capture) * target_config.hidden_size, extends=False) / target_weights
-        found.extend_cost = (
-            step_weights(head, len(config.capture) * target_config.hidden_size, extends=True) / target_weights
-        )
+        found.cost = step_weights(head, num_features, extends=False) / target_weights
+        found.extend_cost = step_weights(head, num_features, extends=True) / target_weights
     except ValueError as error:
         found.problems.append(str(error))
     return found
@@ -118,6 +118,9 @@ def step_weights(head: DraftHead, num_features: int, extends: bool) -> float:
     return counter.get_total_flops() / 2
 
 
+_NUM_EXPERTS = ("num_local_experts", "n_routed_experts", "num_experts")
+
+
 def target_pass_weights(folder: Path, config: DecoderConfig) -> float:
     """Weights one row multiplies in one pass of the target, experts that are not chosen left out."""
     checkpoint = Checkpoint(folder)
@@ -131,9 +134,6 @@ def target_pass_weights(folder: Path, config: DecoderConfig) -> float:
         share = chosen / num_experts if ".experts." in name else 1.0
         total += share * math.prod(shape)
     return total
-
-
-_NUM_EXPERTS = ("num_local_experts", "n_routed_experts", "num_experts")
 
 
 def _inspect_target(path: Path) -> Inspection | None:

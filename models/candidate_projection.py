@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from eyas.models.checkpoint import TensorSource, read_tensors
 from eyas.models.head import Candidates, Ranker
 from eyas.models.head_files import HeadOptions
 from eyas.models.linear import Linear
+from eyas.models.tensor_source import TensorSource, read_tensors
 
 DOWN, UP = "efficient_lm_head_down_proj.weight", "efficient_lm_head.weight"
 CANDIDATE_TENSORS = (DOWN, UP)

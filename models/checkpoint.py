@@ -5,37 +5,28 @@ from __future__ import annotations
 import math
 import pickle
 import struct
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from eyas.models.config import read_json
+from eyas.models.tensor_source import StoredTensors
 
 _BITS = {"F64": 64, "I64": 64, "U64": 64, "F32": 32, "I32": 32, "U32": 32, "F16": 16, "BF16": 16, "I16": 16, "U16": 16,
          "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "I8": 8, "U8": 8, "BOOL": 8, "F4": 4}  # fmt: skip
+# What a folder's weights are called, and the index of those in several files.
+_WEIGHT_FILES = (
+    ("*.safetensors", "model.safetensors.index.json"),
+    ("*.bin", "pytorch_model.bin.index.json"),
+    ("*.pt", "pytorch_model.pt.index.json"),
+)
 _LFS_POINTER = b"version https://git-lfs"
 
 
-class TensorSource(Protocol):
-    """Named tensors, read when asked for; `origin` names the files in errors."""
-
-    origin: Path
-
-    @property
-    def names(self) -> list[str]: ...
-
-    def shape(self, name: str) -> tuple[int, ...]: ...
-
-    def num_bytes(self, name: str) -> int: ...
-
-    def read(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor: ...
-
-
-class Checkpoint:
+class Checkpoint(StoredTensors):
     """Lazy view of the tensors in a file or in a folder's weight files; safetensors win over pickles.
 
     Raises:
@@ -43,11 +34,9 @@ class Checkpoint:
     """
 
     def __init__(self, path: Path) -> None:
-        self.origin = path
+        super().__init__(path)
         self._name_to_file: dict[str, Path] = {}
         self._pickled: dict[str, Tensor] = {}
-        self._shapes: dict[str, tuple[int, ...]] = {}
-        self._num_bytes: dict[str, int] = {}
         for file in [path] if path.is_file() else _weight_files(path):
             if file.suffix == ".safetensors":
                 self._open_safetensors(file)
@@ -63,35 +52,16 @@ class Checkpoint:
                     self._name_to_file[name] = file
                     view = opened.get_slice(name)
                     self._shapes[name] = tuple(view.get_shape())
+                    if view.get_dtype() not in _BITS:
+                        raise ValueError(
+                            f"{file}: tensor {name} is stored as {view.get_dtype()}, which is not supported; convert "
+                            "it to bfloat16 or float32"
+                        )
                     self._num_bytes[name] = math.prod(view.get_shape()) * _BITS[view.get_dtype()] // 8
         except (OSError, SafetensorError) as error:
             raise ValueError(f"{file} cannot be read as safetensors: {lfs_hint(file) or error}") from None
 
-    @property
-    def names(self) -> list[str]:
-        return list(self._shapes)
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._shapes
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a tensor that exists."""
-        return self._shapes[name]
-
-    def num_bytes(self, name: str) -> int:
-        """Size of a tensor as stored."""
-        return self._num_bytes[name]
-
-    def read(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Tensor `name` as `dtype`; its shape must be `shape`.
-
-        Raises:
-            ValueError: naming tensor, expected and found shape, or saying that it is missing.
-        """
-        if name not in self._shapes:
-            raise ValueError(f"{self.origin}: tensor {name} is missing")
-        if self._shapes[name] != shape:
-            raise ValueError(f"{self.origin}: tensor {name} is {list(self._shapes[name])}, expected {list(shape)}")
+    def _fetch(self, name: str, dtype: torch.dtype) -> Tensor:
         if name in self._pickled:
             return self._pickled[name].to(dtype)
         with safe_open(self._name_to_file[name], framework="pt") as opened:
@@ -103,49 +73,9 @@ class Checkpoint:
         return self.read(name, shape, dtype) if name in self else None
 
 
-class Renamed:
-    """A source under other names: `names` maps each new name to the one in the source."""
-
-    def __init__(self, source: TensorSource, names: Mapping[str, str]) -> None:
-        self.origin = source.origin
-        self._source = source
-        self._names = dict(names)
-
-    @property
-    def names(self) -> list[str]:
-        return list(self._names)
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._names
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._source.shape(self._names[name])
-
-    def num_bytes(self, name: str) -> int:
-        return self._source.num_bytes(self._names[name])
-
-    def read(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """See `Checkpoint.read`; errors carry the name in the file."""
-        return self._source.read(self._names.get(name, name), shape, dtype)
-
-
-def read_tensors(source: TensorSource, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> dict[str, Tensor]:
-    """All of `shapes`, floating-point ones checked to be finite.
-
-    Raises:
-        ValueError: naming the tensor that is missing, misshapen, or holds NaN or infinity.
-    """
-    tensors = {name: source.read(name, shape, dtype) for name, shape in shapes.items()}
-    for name, tensor in tensors.items():
-        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
-            raise ValueError(f"{source.origin}: tensor {name} holds NaN or infinity")
-    return tensors
-
-
 def _weight_files(folder: Path) -> list[Path]:
-    for pattern in ("*.safetensors", "*.bin", "*.pt"):
-        index = folder / {"*.safetensors": "model.safetensors", "*.bin": "pytorch_model.bin"}.get(pattern, "?")
-        index = index.with_name(index.name + ".index.json")
+    for pattern, index_name in _WEIGHT_FILES:
+        index = folder / index_name
         if index.exists():
             files = [folder / str(name) for name in sorted(set(read_json(index).get("weight_map", {}).values()))]
             missing = [file for file in files if not file.exists()]

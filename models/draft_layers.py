@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from transformers import CONFIG_MAPPING
 
 from eyas.models.attention import PLAIN_ATTENTION, Attention, AttentionOptions
-from eyas.models.checkpoint import TensorSource
 from eyas.models.config import require_fields
 from eyas.models.head import HeadCache
 from eyas.models.head_files import HeadFiles
 from eyas.models.layers import GatedMLP, RMSNorm, SelfAttention
 from eyas.models.linear import Linear
 from eyas.models.rope import RotaryTable
+from eyas.models.tensor_source import TensorSource
 
 _log = logging.getLogger("eyas.models")
 

@@ -23,7 +23,6 @@ from eyas.models.candidate_projection import (
     RowLinear,
     read_candidate_projection,
 )
-from eyas.models.checkpoint import read_tensors
 from eyas.models.config import DecoderConfig
 from eyas.models.draft_layers import (
     DraftLayer,
@@ -40,6 +39,7 @@ from eyas.models.head_files import HeadFiles, HeadOptions
 from eyas.models.layers import RMSNorm
 from eyas.models.linear import Linear
 from eyas.models.target_weights import TargetWeights
+from eyas.models.tensor_source import read_tensors
 from eyas.models.vocabulary_map import read_token_map
 
 EMBEDDING_NORM, FEATURE_NORM, OUTPUT_NORM = "embedding_layernorm", "hidden_states_layernorm", "norm"

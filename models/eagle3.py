@@ -22,7 +22,6 @@ from eyas.models.candidate_projection import (
     RowLinear,
     read_candidate_projection,
 )
-from eyas.models.checkpoint import read_tensors
 from eyas.models.draft_layers import (
     DraftLayer,
     LayerTensors,
@@ -37,6 +36,7 @@ from eyas.models.head_files import HeadFiles, HeadOptions
 from eyas.models.layers import RMSNorm
 from eyas.models.linear import Linear
 from eyas.models.target_weights import TargetWeights
+from eyas.models.tensor_source import read_tensors
 from eyas.models.vocabulary_map import read_vocabulary_map
 
 _OPTIONAL_TENSORS = ("d2t", "t2d", "embed_tokens.weight", *CANDIDATE_TENSORS)

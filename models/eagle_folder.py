@@ -8,9 +8,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from eyas.models.checkpoint import Checkpoint, Renamed
+from eyas.models.checkpoint import Checkpoint
 from eyas.models.config import read_json
 from eyas.models.head_files import HeadFiles
+from eyas.models.tensor_source import Renamed
 
 _HIDDEN_NORM, _QUERY = "layers.0.hidden_norm.weight", "layers.0.self_attn.q_proj.weight"
 _ONLY_EAGLE3 = (_HIDDEN_NORM, "norm.weight", "lm_head.weight", "d2t", "t2d")

@@ -29,6 +29,11 @@ class HeadCache:
     head_dim: int
     value_head_dim: int
 
+    @property
+    def group(self) -> int:
+        """Query heads that share a key-value head."""
+        return self.num_heads // self.num_kv_heads
+
 
 @dataclass(frozen=True, slots=True)
 class Candidates:

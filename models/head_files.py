@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from eyas.models.checkpoint import TensorSource
 from eyas.models.config import DecoderConfig
+from eyas.models.tensor_source import TensorSource
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,8 @@ from eyas.models.eagle_folder import open_eagle_folder
 from eyas.models.head import DraftHead
 from eyas.models.head_files import HeadFiles, HeadOptions
 from eyas.models.heads_file import open_heads_file
-from eyas.models.medusa import MedusaConfig, load_medusa
+from eyas.models.medusa import load_medusa
+from eyas.models.medusa_config import MedusaConfig
 from eyas.models.medusa_folder import open_medusa
 from eyas.models.mtp import MtpConfig, load_mtp
 from eyas.models.mtp_tensors import open_mtp_checkpoint

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,14 +17,14 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from eyas.models.checkpoint import read_tensors
 from eyas.models.config import DecoderConfig
 from eyas.models.head_files import HeadFiles, HeadOptions, base_of
 from eyas.models.head_loading import normalise_head
 from eyas.models.heads_file import FIRST_OFFSET, INTEGER_TENSORS, MAGIC, MAX_EXACT_INTEGER, PREFIX, VERSION
-from eyas.models.medusa import SHARED_PROJECTION, TOKEN_MAP, MedusaConfig
+from eyas.models.medusa_config import SHARED_PROJECTION, TOKEN_MAP, MedusaConfig
 from eyas.models.mtp_tensors import module_of
 from eyas.models.target_weights import TargetWeights
+from eyas.models.tensor_source import read_tensors
 
 _NOT_IN_EAGLE1_FOLDERS = ("norm.weight", "lm_head.weight")  # speculators has both, see `open_eagle_folder`
 
@@ -125,6 +125,14 @@ def write_vllm_medusa_folder(path: Path, files: HeadFiles, target: TargetWeights
     _write_folder(path, "model.safetensors", fields, tensors)
 
 
+def save_folder(folder: Path, file_name: str, config: dict[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    """Put tensors, in the types they have, and `config.json` into a folder, over what is there of these names."""
+    folder.mkdir(parents=True, exist_ok=True)
+    contiguous = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
+    save_file(contiguous, folder / file_name, metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
 def _medusa_config(files: HeadFiles, target: DecoderConfig) -> MedusaConfig:
     if files.kind != "medusa":
         raise ValueError(f"format: a head of kind {files.kind} has no Medusa folder; use folder or heads")
@@ -158,11 +166,8 @@ def _narrowest(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 def _write_folder(path: Path, file_name: str, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise ValueError(f"{path} exists and is not an empty folder; give another name")
-    contiguous = {name: tensor.contiguous() for name, tensor in _narrowest(tensors).items()}
     with _appearing(path) as folder:
-        folder.mkdir()
-        save_file(contiguous, folder / file_name, metadata={"format": "pt"})
-        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        save_folder(folder, file_name, config, _narrowest(tensors))
 
 
 @contextmanager

@@ -23,9 +23,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from eyas.models.checkpoint import Renamed, TensorSource, lfs_hint
+from eyas.models.checkpoint import lfs_hint
 from eyas.models.head_files import HeadFiles
 from eyas.models.mtp_layout import GLUE, SHARED_COPIES, MtpLayout, MtpTensors
+from eyas.models.tensor_source import Renamed, StoredTensors, TensorSource
 
 MAGIC, VERSION = b"TGMH", 1
 PREFIX = struct.Struct("<4sII")
@@ -49,36 +50,21 @@ _MTP = MtpLayout(
 _HEAD = re.compile(r"(blocks|lm_heads)\.(\d+)\.(.+)")
 
 
-class HeadsTensors:
+class HeadsTensors(StoredTensors):
     """Tensors of a `.heads` file, each read from its place when asked for."""
 
     def __init__(self, path: Path, shapes: Mapping[str, tuple[int, ...]], first_byte: int) -> None:
-        self.origin = path
+        super().__init__(path)
         self._shapes = dict(shapes)
         self._offsets: dict[str, int] = {}
-        for name in shapes:
+        for name, shape in shapes.items():
+            self._num_bytes[name] = _ITEM_BYTES * math.prod(shape)
             self._offsets[name] = first_byte
-            first_byte += self.num_bytes(name)
+            first_byte += self._num_bytes[name]
 
-    @property
-    def names(self) -> list[str]:
-        return list(self._shapes)
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._shapes
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._shapes[name]
-
-    def num_bytes(self, name: str) -> int:
-        return _ITEM_BYTES * math.prod(self._shapes[name])
-
-    def read(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """See `Checkpoint.read`; whole numbers are stored as float32, too."""
-        if name not in self._shapes:
-            raise ValueError(f"{self.origin}: tensor {name} is missing")
-        if self._shapes[name] != shape:
-            raise ValueError(f"{self.origin}: tensor {name} is {list(self._shapes[name])}, expected {list(shape)}")
+    def _fetch(self, name: str, dtype: torch.dtype) -> Tensor:
+        """Whole numbers are stored as float32, too."""
+        shape = self._shapes[name]
         stored = np.fromfile(self.origin, "<f4", math.prod(shape), offset=self._offsets[name])
         tensor = torch.from_numpy(stored.astype(np.float32, copy=False)).view(shape)
         if not dtype.is_floating_point and not bool((tensor == tensor.round()).all()):

@@ -12,10 +12,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from eyas.models.checkpoint import Checkpoint, Renamed, TensorSource
+from eyas.models.checkpoint import Checkpoint
 from eyas.models.config import read_json
 from eyas.models.head_files import HeadFiles
-from eyas.models.medusa import SHARED_PROJECTION
+from eyas.models.medusa_config import SHARED_PROJECTION
+from eyas.models.tensor_source import Renamed, TensorSource
 
 _PREFIX = r"(?:medusa_heads?\.)?"
 _AUTHORS = re.compile(_PREFIX + r"(\d+)\.(\d+)\.(?:linear\.(weight|bias)|weight)")

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from transformers import AutoConfig, PretrainedConfig
 
 from eyas.models.attention import Attention, AttentionOptions
-from eyas.models.checkpoint import TensorSource
 from eyas.models.head import HeadCache
 from eyas.models.mtp_layout import MtpTensors
+from eyas.models.tensor_source import TensorSource
 from eyas.models.transformers_attention import ATTENTION_NAME, running
 
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")

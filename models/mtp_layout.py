@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from eyas.models.checkpoint import TensorSource, read_tensors
+from eyas.models.tensor_source import TensorSource, read_tensors
 
 GLUE = ("enorm.weight", "hnorm.weight", "eh_proj.weight", "norm.weight")
 SHARED_COPIES = ("embed_tokens.weight", "head.weight")

@@ -6,10 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from eyas.models.checkpoint import Checkpoint, TensorSource
+from eyas.models.checkpoint import Checkpoint
 from eyas.models.config import read_json, require_fields
 from eyas.models.head_files import HeadFiles
 from eyas.models.mtp_layout import MtpLayout, MtpTensors, module_indices
+from eyas.models.tensor_source import TensorSource
 
 _MODULE_COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
 

@@ -12,10 +12,11 @@ from typing import Any
 
 from transformers import CONFIG_MAPPING
 
-from eyas.models.checkpoint import Checkpoint, Renamed
+from eyas.models.checkpoint import Checkpoint
 from eyas.models.config import read_json
 from eyas.models.eagle_folder import common_names, with_midlayer
 from eyas.models.head_files import HeadFiles
+from eyas.models.tensor_source import Renamed
 
 _REFUSED = {
     "peagle": "it drafts all its tokens in parallel from mask tokens, which Eyas does not do",

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eyas.models.checkpoint import TensorSource
+from eyas.models.tensor_source import TensorSource
 
 
 def read_vocabulary_map(source: TensorSource, size: int, target_size: int) -> Tensor:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
+from eyas.models.head_writing import save_folder
 from eyas.training.training_log import read_log
 
 _SMOOTHING = 0.95
@@ -18,13 +17,11 @@ _SMOOTHING = 0.95
 
 def write_folder(folder: Path, file_name: str, config: dict[str, Any], tensors: Mapping[str, Tensor]) -> None:
     """Write a published head: its tensors (floating-point ones as bfloat16) and `config.json`."""
-    folder.mkdir(parents=True, exist_ok=True)
     converted = {
-        name: tensor.detach().to(torch.bfloat16 if tensor.is_floating_point() else tensor.dtype).contiguous()
+        name: tensor.to(torch.bfloat16 if tensor.is_floating_point() else tensor.dtype)
         for name, tensor in tensors.items()
     }
-    save_file(converted, folder / file_name, metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    save_folder(folder, file_name, config, converted)
 
 
 def draw_curve(log_file: Path, image_file: Path) -> None:

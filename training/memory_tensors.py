@@ -9,34 +9,19 @@ import torch
 from torch import Tensor
 
 from eyas.models.head_files import HeadFiles
+from eyas.models.tensor_source import StoredTensors
 
 
-class MemoryTensors:
-    """A `TensorSource` in memory."""
+class MemoryTensors(StoredTensors):
+    """Tensors in memory; what is read are copies."""
 
     def __init__(self, tensors: dict[str, Tensor], origin: Path) -> None:
-        self.origin = origin
+        super().__init__(origin)
         self._tensors = tensors
+        self._shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        self._num_bytes = {name: tensor.nbytes for name, tensor in tensors.items()}
 
-    @property
-    def names(self) -> list[str]:
-        return list(self._tensors)
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._tensors
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """See `TensorSource.shape`."""
-        return tuple(self._tensors[name].shape)
-
-    def num_bytes(self, name: str) -> int:
-        """See `TensorSource.num_bytes`."""
-        return self._tensors[name].nbytes
-
-    def read(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """A copy; see `Checkpoint.read`."""
-        if name not in self._tensors or self.shape(name) != shape:
-            raise ValueError(f"{self.origin}: a new head needs tensor {name} {list(shape)}")
+    def _fetch(self, name: str, dtype: torch.dtype) -> Tensor:
         return self._tensors[name].to(dtype, copy=True)
 
 

@@ -19,10 +19,11 @@ from eyas.kernels.static_tree import StaticGrowth, TreeChoices
 from eyas.models.attention import Attention, no_attention
 from eyas.models.head import Candidates, DraftHead
 from eyas.workers.kv_pool import KVPool, PageTable, PoolLayout
+from eyas.workers.level_attention import LevelAttention
 from eyas.workers.messages import AcceptedRun, StepPlan
 from eyas.workers.sampler import NoiseRanker, RowSampling
 from eyas.workers.sampling import SamplingParams
-from eyas.workers.segments import PagedAttention, Segment, causal_segment, tree_key_positions
+from eyas.workers.segments import PagedAttention, Segment, causal_segment
 
 
 @dataclass(slots=True)
@@ -73,7 +74,6 @@ class DraftRunner:
         self.pool: KVPool | None = None
         cache = head.cache
         if cache is not None:
-            self._group = cache.num_heads // cache.num_kv_heads
             self.pool = KVPool(
                 layout, cache.num_layers, cache.num_kv_heads, cache.head_dim, self.dtype, self.device,
                 cache.value_head_dim,
@@ -137,7 +137,8 @@ class DraftRunner:
                 request.state = states[row - 1]
 
     def _run_attention(self, runs: list[AcceptedRun]) -> Attention:
-        if self.pool is None:
+        cache = self.head.cache
+        if self.pool is None or cache is None:
             return no_attention
         slots: list[Tensor] = []
         segments: list[Segment] = []
@@ -146,7 +147,7 @@ class DraftRunner:
             keys = self._requests[run.request_id].pages.range(0, run.start + run.num_committed)
             rows = torch.arange(row, row + run.num_committed, device=self.device)
             slots.append(keys[run.start :])
-            segments.append(causal_segment(rows, keys, run.start, self._group, self.dtype))
+            segments.append(causal_segment(rows, keys, run.start, cache.group, self.dtype))
             row += run.num_committed
         return PagedAttention(self.pool, torch.cat(slots), segments)
 
@@ -180,7 +181,9 @@ class DraftRunner:
         """Level by level: the head reads what the level above chose."""
         batch = len(requests)
         states = torch.stack([_state_of(request) for request in requests])[:, None]  # [B, 1, S]
-        levels = _LevelAttention(self, requests)
+        levels = LevelAttention(
+            self.head, self.pool, [request.pages for request in requests], [request.num_covered for request in requests]
+        )
         for level in range(1, depth + 1):
             width = growth.num_candidates(level)
             ranked = self._rank(states.flatten(0, 1), requests, range(level, level + 1), width, states.shape[1])
@@ -219,59 +222,6 @@ class DraftRunner:
 
     def _ranking_params(self, request: DraftRequest) -> SamplingParams:
         return request.sampling if self._shares_noise else SamplingParams()
-
-
-class _LevelAttention:
-    """Keys of the drafted levels of one draft: level after level, their nodes lie above the covered positions."""
-
-    def __init__(self, runner: DraftRunner, requests: list[DraftRequest]) -> None:
-        self._runner = runner
-        self._requests = requests
-        self._num_levels = 0
-        self._ancestors: Tensor | None = None  # bool [B, E, nodes of all levels so far]
-        self._levels: list[int] = []  # level of each of these nodes, the first being 0
-
-    def step(self, parent_states: Tensor, tokens: Tensor, parent_ranks: Tensor) -> Tensor:
-        """Run the head over one level of nodes `[B, E]`; returns their states `[B, E, S]`."""
-        runner = self._runner
-        batch, width = tokens.shape
-        own = torch.eye(width, dtype=torch.bool, device=runner.device).expand(batch, width, width)
-        if self._ancestors is None:
-            ancestors = own
-        else:
-            inherited = self._ancestors.gather(1, parent_ranks[:, :, None].expand(-1, -1, self._ancestors.shape[2]))
-            ancestors = torch.cat([inherited, own], dim=2)
-        self._ancestors = ancestors
-        self._levels += [self._num_levels] * width
-        covered = torch.tensor([request.num_covered for request in self._requests], device=runner.device)
-        positions = (covered + self._num_levels)[:, None].expand(-1, width)
-        self._num_levels += 1
-        attention = self._attention(covered, positions)
-        states = runner.head.step(parent_states.flatten(0, 1), tokens.flatten(), positions.flatten(), attention)
-        return states.view(batch, width, -1)
-
-    def _attention(self, covered: Tensor, positions: Tensor) -> Attention:
-        runner = self._runner
-        if runner.pool is None or self._ancestors is None:
-            return no_attention
-        batch, width, block = self._ancestors.shape
-        max_keys = int(covered.max()) + block
-        columns = torch.arange(max_keys, device=runner.device) - covered[:, None]  # [B, L]
-        in_block = (columns >= 0) & (columns < block)
-        visible = self._ancestors.gather(2, columns.clamp(0, block - 1)[:, None].expand(-1, width, -1))
-        mask = (columns < 0)[:, None] | (in_block[:, None] & visible)
-        key_slots, row_slots = [], []
-        for request in self._requests:
-            slots = request.pages.range(0, request.num_covered + block)
-            row_slots.append(slots[-width:])
-            key_slots.append(torch.nn.functional.pad(slots, (0, max_keys - slots.numel()), value=int(slots[0])))
-        rows = torch.arange(batch * width, device=runner.device).view(batch, width)
-        levels = torch.tensor(self._levels, device=runner.device).expand(batch, -1)
-        segment = Segment.build(
-            rows, None, torch.stack(key_slots), mask, runner._group, runner.dtype,
-            query_positions=positions, key_positions=tree_key_positions(levels, covered, max_keys),
-        )  # fmt: skip
-        return PagedAttention(runner.pool, torch.cat(row_slots), [segment])
 
 
 def _state_of(request: DraftRequest) -> Tensor:

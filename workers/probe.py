@@ -149,7 +149,7 @@ def _own_attention(head: DraftHead, num_rows: int) -> Attention:
         value_head_dim=cache.value_head_dim,
     )  # fmt: skip
     slots = torch.arange(num_rows, device=head.device)
-    segment = causal_segment(slots, slots, 0, cache.num_heads // cache.num_kv_heads, head.dtype)
+    segment = causal_segment(slots, slots, 0, cache.group, head.dtype)
     return PagedAttention(pool, slots, [segment])
 
 

@@ -74,3 +74,15 @@ def test_damaged_pickles_are_refused_in_one_line(is_zip: bool, tmp_path: Path) -
             refusals.append(str(error))
     assert len(refusals) > 20
     assert all(str(file) in refusal and "\n" not in refusal for refusal in refusals)
+
+
+@pytest.mark.parametrize("dtype", ["C64", "F8_E4M3FNUZ", "Q9"])
+def test_types_that_are_not_supported_are_named(dtype: str, tmp_path: Path) -> None:
+    """Catches a bare lookup error for weights in a type that torch or this reader does not know."""
+    header = json.dumps(
+        {"odd": {"dtype": dtype, "shape": [1], "data_offsets": [0, 8 if dtype == "C64" else 1]}}
+    ).encode()
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(len(header).to_bytes(8, "little") + header + bytes(8 if dtype == "C64" else 1))
+    with pytest.raises(ValueError, match=rf"model\.safetensors.*{dtype}"):
+        Checkpoint(tmp_path)

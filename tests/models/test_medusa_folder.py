@@ -15,7 +15,8 @@ from torch import Tensor
 from eyas.models.config import DecoderConfig
 from eyas.models.head_loading import load_head, normalise_head, open_head
 from eyas.models.llama import load_decoder
-from eyas.models.medusa import MedusaConfig, MedusaHead
+from eyas.models.medusa import MedusaHead
+from eyas.models.medusa_config import MedusaConfig
 from eyas.models.target_weights import TargetWeights
 
 if TYPE_CHECKING:

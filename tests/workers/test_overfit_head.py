@@ -18,7 +18,8 @@ import torch.nn.functional as F
 from eyas.deployments.scheduler import TreeShape
 from eyas.kernels.static_tree import TreeChoices
 from eyas.models.llama import LlamaDecoder, load_decoder
-from eyas.models.medusa import MedusaConfig, MedusaHead
+from eyas.models.medusa import MedusaHead
+from eyas.models.medusa_config import MedusaConfig
 from eyas.models.stacked_linear import StackedLinear
 from eyas.workers.draft import DraftRunner
 from eyas.workers.kv_pool import PoolLayout
