@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from eyas.models.attention import AttentionOptions
+from eyas.kernels.attention_options import AttentionOptions
 from eyas.models.checkpoint import Checkpoint
 from eyas.models.config import DecoderConfig
 from eyas.models.head import Candidates, DraftHead

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING
 
-from eyas.models.attention import PLAIN_ATTENTION, Attention, AttentionOptions
+from eyas.kernels.attention_options import PLAIN_ATTENTION, AttentionOptions
+from eyas.models.attention import Attention
 from eyas.models.config import require_fields
 from eyas.models.head import HeadCache
 from eyas.models.head_files import HeadFiles

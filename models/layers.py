@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from eyas.models.attention import PLAIN_ATTENTION, Attention, AttentionOptions
+from eyas.kernels.attention_options import PLAIN_ATTENTION, AttentionOptions
+from eyas.models.attention import Attention
 from eyas.models.linear import Linear
 from eyas.models.parallel import TensorParallel
 from eyas.models.rope import rotate

@@ -14,7 +14,8 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import AutoConfig, PretrainedConfig
 
-from eyas.models.attention import Attention, AttentionOptions
+from eyas.kernels.attention_options import AttentionOptions
+from eyas.models.attention import Attention
 from eyas.models.head import HeadCache
 from eyas.models.mtp_layout import MtpTensors
 from eyas.models.tensor_source import TensorSource

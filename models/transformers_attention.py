@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from eyas.models.attention import AttentionOptions
+from eyas.kernels.attention_options import AttentionOptions
 
 ATTENTION_NAME = "eyas"  # not in the mask interface of transformers, which then makes no masks
 

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from eyas.models.attention import Attention, AttentionOptions
+from eyas.kernels.attention_options import AttentionOptions
+from eyas.models.attention import Attention
 from eyas.models.config import DecoderConfig
 from eyas.models.decoder import DecoderOutput
 from eyas.models.parallel import TensorParallel

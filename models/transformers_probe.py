@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from eyas.models.attention import AttentionOptions
+from eyas.kernels.attention_options import AttentionOptions
 from eyas.models.config import DecoderConfig
 from eyas.models.transformers_attention import route, running
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -16,10 +17,12 @@ from hypothesis import settings
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from eyas.models.attention import PLAIN_ATTENTION, AttentionOptions
+from eyas.kernels.attention_options import PLAIN_ATTENTION, AttentionOptions
 from eyas.models.parallel import TensorParallel
 
 torch.set_num_threads(1)
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined: before any kernel module is imported
 settings.register_profile("eyas", deadline=None, max_examples=150)
 settings.load_profile("eyas")
 

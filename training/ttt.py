@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from eyas.models.attention import PLAIN_ATTENTION, AttentionOptions
+from eyas.kernels.attention_options import PLAIN_ATTENTION, AttentionOptions
 from eyas.models.head import DraftHead
 from eyas.training.dataset import Batch
 

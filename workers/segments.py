@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from eyas.kernels.attend import additive_mask, attend, windowed_mask
-from eyas.models.attention import PLAIN_ATTENTION, AttentionOptions
+from eyas.kernels.attention_options import PLAIN_ATTENTION, AttentionOptions
 from eyas.workers.kv_pool import KVPool
 
 

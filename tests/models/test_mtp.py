@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig
 
-from eyas.models.attention import PLAIN_ATTENTION, Attention, AttentionOptions
+from eyas.kernels.attention_options import PLAIN_ATTENTION, AttentionOptions
+from eyas.models.attention import Attention
 from eyas.models.checkpoint import Checkpoint
 from eyas.models.config import DecoderConfig
 from eyas.models.head import HeadCache

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from eyas.models.attention import PLAIN_ATTENTION
+from eyas.kernels.attention_options import PLAIN_ATTENTION
 from eyas.models.config import DecoderConfig
 from eyas.models.eagle import EagleHead
 from eyas.models.head_loading import load_head

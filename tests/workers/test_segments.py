@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from eyas.models.attention import AttentionOptions
+from eyas.kernels.attention_options import AttentionOptions
 from eyas.workers.kv_pool import KVPool, PoolLayout
 from eyas.workers.segments import PagedAttention, Segment, causal_segment, tree_key_positions
 
