@@ -1,10 +1,11 @@
 """Acceptance and speed over tree shapes, from `eyas bench offline`: the table a default shape is chosen by.
 
     python benchmarks/acceptance.py --prompts FILE --limit 20 [--dtype bfloat16] [--temperature 0] [--repeats 3]
-        [--shapes 1x0x1,4x3x1,8x4x4] [--out results/NAME]
+        [--shapes 1x0x1,4x3x1,8x4x4] [--head medusa=FOLDER --head eagle=FOLDER ...] [--out results/NAME]
 
-Each shape is `nodes x depth x width`; 1x0x1 is no speculation. Shapes take turns within a repeat, and the median of
-the repeats is reported, so that a machine whose speed drifts hits all of them alike. Writes NAME.json and NAME.png.
+Each shape is `nodes x depth x width`; 1x0x1 is no speculation. With named heads every shape is measured with every
+head, and no speculation once. Rows take turns within a repeat, and the median of the repeats is reported, so that a
+machine whose speed drifts hits all of them alike. Writes NAME.json and NAME.png.
 """
 
 from __future__ import annotations
@@ -24,19 +25,26 @@ from eyas.deployments.settings import EngineSettings
 FIGURES = ("acceptance_length", "tokens_per_s", "draft_ms", "verify_ms", "other_ms")
 
 
-def settings_of(shape: str, args: argparse.Namespace) -> EngineSettings:
-    nodes, depth, width = (int(part) for part in shape.split("x"))
-    tree = {"node_budget": nodes, "draft_depth": depth, "width": width} if nodes > 1 else {"speculate": False}
-    return EngineSettings.model_validate(
-        {
-            **tree,
-            "dtype": args.dtype,
-            "max_batch_size": args.batch,
-            "threads_per_worker": args.threads,
-            "shares_noise": args.candidate_noise == "shared",
-            **({"head": args.head} if args.head else {}),
-        }
-    )
+def rows_of(args: argparse.Namespace) -> dict[str, EngineSettings]:
+    """Label and settings of everything that is measured, in order."""
+    heads = [head.rpartition("=")[::2] for head in args.head] or [("", None)]
+    rows = {}
+    for name, head in heads:
+        for shape in args.shapes.split(","):
+            nodes, depth, width = (int(part) for part in shape.split("x"))
+            tree = {"node_budget": nodes, "draft_depth": depth, "width": width} if nodes > 1 else {"speculate": False}
+            label = f"{name} {shape}" if name and nodes > 1 else shape
+            rows[label] = EngineSettings.model_validate(
+                {
+                    **tree,
+                    "dtype": args.dtype,
+                    "max_batch_size": args.batch,
+                    "threads_per_worker": args.threads,
+                    "shares_noise": args.candidate_noise == "shared",
+                    **({"head": head} if head and nodes > 1 else {}),
+                }
+            )
+    return rows
 
 
 def main() -> None:
@@ -46,7 +54,7 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--head", default=None)
+    parser.add_argument("--head", action="append", default=[], help="FOLDER or NAME=FOLDER; may be given often")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--candidate-noise", choices=["shared", "none"], default="shared")
@@ -55,20 +63,18 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=None, help="path without ending for JSON and PNG")
     args = parser.parse_args()
 
-    shapes = args.shapes.split(",")
-    reports: dict[str, list[dict[str, Any]]] = {shape: [] for shape in shapes}
+    settings = rows_of(args)
+    reports: dict[str, list[dict[str, Any]]] = {label: [] for label in settings}
     for _ in range(args.repeats):
-        for shape in shapes:
-            report = bench_offline(
-                settings_of(shape, args), args.prompts, args.max_tokens, args.temperature, 0, False, args.limit
-            )
-            reports[shape].append(report)
+        for label, row in settings.items():
+            report = bench_offline(row, args.prompts, args.max_tokens, args.temperature, 0, False, args.limit)
+            reports[label].append(report)
     rows = {
-        shape: {name: statistics.median(report[name] for report in runs) for name in FIGURES}
-        for shape, runs in reports.items()
+        label: {name: statistics.median(report[name] for report in runs) for name in FIGURES}
+        for label, runs in reports.items()
     }
-    first = reports[shapes[0]][0]
-    _print(shapes, rows, first, args.batch)
+    first = next(iter(reports.values()))[0]
+    _print(rows, first, args.batch)
     if args.out is not None:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         summary = {"settings": first["settings"], "machine": first["machine"], "repeats": args.repeats, "shapes": rows}
@@ -76,19 +82,18 @@ def main() -> None:
         _plot(rows, args.out.with_suffix(".png"))
 
 
-def _print(shapes: list[str], rows: dict[str, dict[str, float]], first: dict[str, Any], batch: int) -> None:
+def _print(rows: dict[str, dict[str, float]], first: dict[str, Any], batch: int) -> None:
     settings, machine = first["settings"], first["machine"]
     table = Table(
         title=f"{settings['model']} {settings['dtype']} T={settings['temperature']}, batch {batch}, "
         f"{machine['cpu']}, {settings['threads_per_worker']} threads"
     )
     table.add_column("nodes x depth x width")
+    first_speed = next(iter(rows.values()))["tokens_per_s"]
     for name in (*FIGURES, "speed / first"):
         table.add_column(name, justify="right")
-    for shape in shapes:
-        row = rows[shape]
-        ratio = row["tokens_per_s"] / rows[shapes[0]]["tokens_per_s"]
-        table.add_row(shape, *(f"{row[name]:.2f}" for name in FIGURES), f"{ratio:.2f}")
+    for label, row in rows.items():
+        table.add_row(label, *(f"{row[name]:.2f}" for name in FIGURES), f"{row['tokens_per_s'] / first_speed:.2f}")
     Console(width=140).print(table)
 
 
