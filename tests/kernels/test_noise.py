@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from eyas.kernels.noise import gumbel_noise, stream_key
+from eyas.kernels.noise import gumbel_noise, keyed_noise, stream_key, stream_keys
 
 SEEDS = [0, 1, 2, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**32 + 1, 2**62, 2**63 - 1]
 WORD = 2**32 - 1
@@ -72,9 +72,24 @@ def test_subsets_and_orders_see_the_same_noise(seed: int) -> None:
     assert torch.equal(gumbel_noise(keys[::-1], ids), whole.flip(0))
 
 
+@given(
+    rows=st.lists(st.tuples(st.integers(-(2**63), 2**63 - 1), st.integers(0, 2**40)), min_size=1, max_size=20),
+)
+def test_keys_of_tensors_are_those_of_integers(rows: list[tuple[int, int]]) -> None:
+    """Catches 64-bit products, shifts and signs that change a word once seeds and positions come as tensors."""
+    rows += [(seed, position) for seed in (*SEEDS, -1, -(2**63)) for position in (0, 2**32 - 1)]
+    seeds, positions = (torch.tensor(column) for column in zip(*rows, strict=True))
+    keys = stream_keys(seeds, positions)
+    assert keys.dtype == torch.int64
+    assert keys.tolist() == [list(stream_key(seed % 2**64, position)) for seed, position in rows]
+    assert torch.equal(keyed_noise(keys, TOKEN_IDS), gumbel_noise([stream_key(*row) for row in rows], TOKEN_IDS))
+    assert seeds.tolist() == [seed for seed, _ in rows]
+
+
 def test_no_streams() -> None:
     """Catches an all-greedy batch, which asks for no noise at all."""
     assert gumbel_noise([], torch.arange(4)).shape == (0, 4)
+    assert keyed_noise(stream_keys(torch.zeros(0).long(), torch.zeros(0).long()), torch.arange(4)).shape == (0, 4)
 
 
 def test_seeds_and_positions_have_their_own_noise() -> None:
