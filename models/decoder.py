@@ -6,7 +6,6 @@ Letters: T tokens, H hidden, A captured states, V vocabulary.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -14,7 +13,6 @@ from torch import Tensor
 
 from eyas.models.attention import Attention
 from eyas.models.config import DecoderConfig
-from eyas.models.linear import pack_linears
 from eyas.models.parallel import TensorParallel
 
 
@@ -60,26 +58,3 @@ class Decoder(Protocol):
     def logits(self, hidden: Tensor) -> Tensor:
         """`[T, H]` to full-vocabulary logits `[T, V]`, joined over ranks."""
         ...
-
-
-def load_target_decoder(
-    folder: Path, dtype: torch.dtype, device: torch.device, parallel: TensorParallel | None = None
-) -> Decoder:
-    """Load one rank of the target in a Hugging Face safetensors folder, natively where its architecture is known.
-
-    Its linear layers are packed for inference.
-
-    Raises:
-        ValueError: naming the field or tensor that is wrong, or what the architecture has that cannot be served.
-    """
-    from eyas.models.llama import load_decoder
-    from eyas.models.transformers_decoder import load_transformers_decoder
-
-    parallel = parallel or TensorParallel()
-    config = DecoderConfig.from_folder(folder)
-    config.check_tensor_parallel(parallel.size)
-    if config.is_native:
-        native = load_decoder(folder, dtype, device, parallel)
-        pack_linears(native)
-        return native
-    return load_transformers_decoder(folder, config, dtype, device)

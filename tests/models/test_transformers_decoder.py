@@ -14,8 +14,9 @@ from torch import Tensor
 
 from eyas.kernels.build import ancestor_mask, full_mask, node_depths, node_positions
 from eyas.kernels.tree import pad_trees
-from eyas.models.decoder import Decoder, load_target_decoder
+from eyas.models.decoder import Decoder
 from eyas.models.parallel import TensorParallel
+from eyas.models.target_loading import load_target_decoder
 from eyas.models.transformers_decoder import TransformersDecoder
 from eyas.workers.kv_pool import KVPool, PageTable, PoolLayout
 from eyas.workers.messages import DecodeItem, NewRequest, PrefillChunk, StepPlan

@@ -14,9 +14,10 @@ from torch import Tensor
 
 from eyas.deployments.scheduler import TreeShape
 from eyas.kernels.static_tree import TreeChoices
-from eyas.models.decoder import Decoder, load_target_decoder
+from eyas.models.decoder import Decoder
 from eyas.models.head_loading import load_head
 from eyas.models.mtp import MtpHead
+from eyas.models.target_loading import load_target_decoder
 from eyas.models.target_weights import TargetWeights
 from eyas.workers.draft import DraftRunner
 from eyas.workers.kv_pool import KVPool, PoolLayout

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from eyas.models.decoder import load_target_decoder
+from eyas.models.target_loading import load_target_decoder
 from eyas.models.transformers_decoder import TransformersDecoder
 from eyas.workers.self_check import check_target
 
