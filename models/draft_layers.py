@@ -205,11 +205,16 @@ class DraftLayer(nn.Module):
         self.mlp_norm = tensors.norm("post_attention_layernorm")
         self.mlp = tensors.mlp()
 
-    def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor], attention: Attention) -> Tensor:
-        """`x [T, H]` to `[T, H]`."""
-        residual = x + self.attention(x if self.input_norm is None else self.input_norm(x), rotation, attention)
-        out: Tensor = residual + self.mlp(self.mlp_norm(residual))
-        return out
+    def forward(
+        self, residual: Tensor, update: Tensor | None, rotation: tuple[Tensor, Tensor], attention: Attention
+    ) -> tuple[Tensor, Tensor]:
+        """`residual [T, H]` and what is still to be added to it, to the same after the layer."""
+        if self.input_norm is not None:
+            normed, residual = self.input_norm.add(residual, update)
+        else:
+            normed = residual  # of the first layer, before which nothing is pending
+        normed, residual = self.mlp_norm.add(residual, self.attention(normed, rotation, attention))
+        return residual, self.mlp(normed)
 
 
 def published_layer(prefix: str, attention: SelfAttention, mlp: GatedMLP) -> dict[str, Tensor]:

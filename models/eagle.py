@@ -36,7 +36,7 @@ from eyas.models.draft_layers import (
 )
 from eyas.models.head import Candidates, DraftHead, Ranker
 from eyas.models.head_files import HeadFiles, HeadOptions
-from eyas.models.layers import RMSNorm
+from eyas.models.layers import RMSNorm, summed
 from eyas.models.linear import Linear
 from eyas.models.target_weights import TargetWeights
 from eyas.models.tensor_source import read_tensors
@@ -177,13 +177,12 @@ class EagleHead(DraftHead):
             embedded = self.embedding_norm(embedded)
         if self.feature_norm is not None:
             states = self.feature_norm(states)
-        hidden: Tensor = self.fc(torch.cat([embedded, states], dim=-1))
-        rotation = self.rotary.lookup(positions, hidden.dtype)
+        residual: Tensor = self.fc(torch.cat([embedded, states], dim=-1))
+        update: Tensor | None = None
+        rotation = self.rotary.lookup(positions, residual.dtype)
         for layer in self.layers:
-            hidden = layer(hidden, rotation, attention)
-        if self.norm is not None:
-            hidden = self.norm(hidden)
-        return hidden
+            residual, update = layer(residual, update, rotation, attention)
+        return summed(residual, update) if self.norm is None else self.norm.add(residual, update)[0]
 
     def candidates(self, states: Tensor, levels: range, ranker: Ranker) -> Candidates:
         if self.projection is None:

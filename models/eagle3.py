@@ -33,7 +33,7 @@ from eyas.models.draft_layers import (
 from eyas.models.eagle3_config import Eagle3Config
 from eyas.models.head import Candidates, DraftHead, Ranker
 from eyas.models.head_files import HeadFiles, HeadOptions
-from eyas.models.layers import RMSNorm
+from eyas.models.layers import RMSNorm, summed
 from eyas.models.linear import Linear
 from eyas.models.target_weights import TargetWeights
 from eyas.models.tensor_source import read_tensors
@@ -116,13 +116,11 @@ class Eagle3Head(DraftHead):
         fused = torch.cat([self.embedding_norm(embedded), normed], dim=-1)
         rotation = self.rotary.lookup(positions, fused.dtype)
         residual = normed if self.config.norm_before_residual else states
-        residual = residual + self.attention(fused, rotation, attention)
-        updated: Tensor = residual + self.mlp(self.mlp_norm(residual))
+        normed, residual = self.mlp_norm.add(residual, self.attention(fused, rotation, attention))
+        update = self.mlp(normed)
         for layer in self.layers:
-            updated = layer(updated, rotation, attention)
-        if self.config.norm_output:
-            updated = self.norm(updated)
-        return updated
+            residual, update = layer(residual, update, rotation, attention)
+        return self.norm.add(residual, update)[0] if self.config.norm_output else summed(residual, update)
 
     def candidates(self, states: Tensor, levels: range, ranker: Ranker) -> Candidates:
         if self.projection is None:

@@ -1,19 +1,21 @@
 """The transformer block shared by the Llama-family decoder and by EAGLE heads.
 
+The residual stream travels as a pair `(residual, update)`: what the last block adds to it is added by the next norm,
+which passes over the stream anyway.
+
 Letters: T tokens, H hidden, Hq / Hkv heads of one rank, D head dim, I MLP width of one rank.
 """
 
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from eyas.kernels.attention_options import PLAIN_ATTENTION, AttentionOptions
-from eyas.models.attention import Attention
+from eyas.kernels.fused import REFERENCE, FusedOperations
+from eyas.models.attention import Attention, rotate_and_attend
 from eyas.models.linear import Linear
 from eyas.models.parallel import TensorParallel
-from eyas.models.rope import rotate
 
 
 class RMSNorm(nn.Module):
@@ -23,9 +25,19 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(weight, requires_grad=trainable)
         self.eps = eps
+        self.operations = REFERENCE
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return self.operations.add_rms_norm(x, None, self.weight, self.eps)[0]
+
+    def add(self, residual: Tensor, update: Tensor | None) -> tuple[Tensor, Tensor]:
+        """`residual + update` normed, and that sum itself, `[T, H]` each."""
+        return self.operations.add_rms_norm(residual, update, self.weight, self.eps)
+
+
+def summed(residual: Tensor, update: Tensor | None) -> Tensor:
+    """The residual stream where it is needed as it is, not normed."""
+    return residual if update is None else residual + update
 
 
 class SelfAttention(nn.Module):
@@ -64,17 +76,11 @@ class SelfAttention(nn.Module):
 
     def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor], attention: Attention) -> Tensor:
         """`x [T, in]` to `[T, H]`."""
-        num_rotated = self.num_heads + self.num_kv_heads
-        qkv = self.qkv(x).view(x.shape[0], num_rotated + self.num_kv_heads, self.head_dim)
-        rotated, value = qkv[:, :num_rotated], qkv[:, num_rotated:]
+        qkv = self.qkv(x).view(x.shape[0], self.num_heads + 2 * self.num_kv_heads, self.head_dim)
         if self.q_norm is not None and self.k_norm is not None:
-            query, key = rotated.split([self.num_heads, self.num_kv_heads], dim=1)
-            rotated = torch.cat([self.q_norm(query), self.k_norm(key)], dim=1)
-        query, key = rotate(rotated, rotation).split([self.num_heads, self.num_kv_heads], dim=1)
-        if self.options is PLAIN_ATTENTION:
-            attended = attention(self.layer, query, key, value)
-        else:
-            attended = attention(self.layer, query, key, value, self.options)
+            query, key, value = qkv.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
+            qkv = torch.cat([self.q_norm(query), self.k_norm(key), value], dim=1)
+        attended = rotate_and_attend(attention, self.layer, qkv, rotation, self.num_heads, self.options)
         return self.parallel.sum(self.output(attended.reshape(x.shape[0], -1)))
 
 
@@ -86,7 +92,17 @@ class GatedMLP(nn.Module):
         self.gate_up = gate_up
         self.down = down
         self.parallel = parallel or TensorParallel()
+        self.operations = REFERENCE
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self.parallel.sum(self.down(F.silu(gate) * up))
+        return self.parallel.sum(self.down(self.operations.silu_gate(self.gate_up(x))))
+
+
+def use_operations(model: nn.Module, operations: FusedOperations) -> None:
+    """Give every norm and gated MLP of a model, target or head, one backend's functions.
+
+    Rotation belongs to whoever runs the model, see `RotatingAttention`. Modules from `transformers` keep their own.
+    """
+    for module in model.modules():
+        if isinstance(module, RMSNorm | GatedMLP):
+            module.operations = operations

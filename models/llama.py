@@ -19,14 +19,14 @@ from eyas.models.attention import Attention
 from eyas.models.checkpoint import Checkpoint
 from eyas.models.config import DecoderConfig
 from eyas.models.decoder import DecoderOutput
-from eyas.models.layers import GatedMLP, RMSNorm, SelfAttention
+from eyas.models.layers import GatedMLP, RMSNorm, SelfAttention, summed
 from eyas.models.linear import Linear
 from eyas.models.parallel import TensorParallel
 from eyas.models.rope import RotaryTable
 
 
 class DecoderLayer(nn.Module):
-    """Pre-norm attention and MLP, each added to the residual stream `[T, H]`."""
+    """Pre-norm attention and MLP over the residual stream, see `models.layers`."""
 
     def __init__(self, attention_norm: RMSNorm, attention: SelfAttention, mlp_norm: RMSNorm, mlp: GatedMLP) -> None:
         super().__init__()
@@ -35,10 +35,13 @@ class DecoderLayer(nn.Module):
         self.mlp_norm = mlp_norm
         self.mlp = mlp
 
-    def forward(self, residual: Tensor, rotation: tuple[Tensor, Tensor], attention: Attention) -> Tensor:
-        residual = residual + self.attention(self.attention_norm(residual), rotation, attention)
-        updated: Tensor = residual + self.mlp(self.mlp_norm(residual))
-        return updated
+    def forward(
+        self, residual: Tensor, update: Tensor | None, rotation: tuple[Tensor, Tensor], attention: Attention
+    ) -> tuple[Tensor, Tensor]:
+        """`residual [T, H]` and what is still to be added to it, to the same after the layer."""
+        normed, residual = self.attention_norm.add(residual, update)
+        normed, residual = self.mlp_norm.add(residual, self.attention(normed, rotation, attention))
+        return residual, self.mlp(normed)
 
 
 class LlamaDecoder(nn.Module):
@@ -76,15 +79,18 @@ class LlamaDecoder(nn.Module):
     ) -> DecoderOutput:
         """See `Decoder`."""
         residual = F.embedding(token_ids, self.embedding)
+        update: Tensor | None = None  # still to be added to the residual stream
         rotation = self.rotary.lookup(positions, residual.dtype)
         captured = {}
         for index, layer in enumerate(self.layers):
             if index in capture:
+                residual, update = summed(residual, update), None
                 captured[index] = residual
-            residual = layer(residual, rotation, attention)
+            residual, update = layer(residual, update, rotation, attention)
         if len(self.layers) in capture:
+            residual, update = summed(residual, update), None
             captured[len(self.layers)] = residual
-        hidden = captured[self.config.final_index] = self.norm(residual)
+        hidden = captured[self.config.final_index] = self.norm.add(residual, update)[0]
         features = torch.cat([captured[index] for index in capture], dim=-1) if capture else None
         return DecoderOutput(hidden=hidden, features=features)
 

@@ -1,6 +1,6 @@
-"""Rotary position embedding, half-split layout as in Hugging Face checkpoints.
+"""Angles of rotary position embedding, half-split layout as in Hugging Face checkpoints.
 
-Letters: T tokens, H heads, D head dim.
+Letters: T tokens, D head dim.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ _POSITIONS_PAST_CONTEXT = 512
 class RotaryTable(nn.Module):
     """Cosines and signed sines for every position a request can reach.
 
-    The rotation is `x * cos + roll(x, D / 2) * signed_sin`, which is rotate-half with the sign folded into the table.
+    `kernels.fused.rotate` applies them: `x * cos + roll(x, D / 2) * signed_sin` is rotate-half with the sign folded
+    into the table.
     """
 
     def __init__(self, raw_config: dict[str, Any], context_length: int) -> None:
@@ -53,16 +54,10 @@ class RotaryTable(nn.Module):
     signed_sin: Tensor
 
     def lookup(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Cosines and signed sines of `positions [T]`, each `[T, 1, D]`, for `rotate`; shared by all layers."""
+        """Cosines and signed sines of `positions [T]`, each `[T, 1, D]`; shared by all layers."""
         cos = self.cos.index_select(0, positions).to(dtype)
         sin = self.signed_sin.index_select(0, positions).to(dtype)
         return cos[:, None], sin[:, None]
-
-
-def rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotate heads `[T, H, D]` by a `RotaryTable.lookup` result."""
-    cos, signed_sin = rotation
-    return torch.addcmul(x * cos, torch.roll(x, x.shape[-1] // 2, -1), signed_sin)
 
 
 def _without(raw: dict[str, Any], *names: str) -> dict[str, Any]:

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from eyas.models.rope import RotaryTable, rotate
+from eyas.kernels.fused import rotate
+from eyas.models.rope import RotaryTable
 
 CONFIG: dict[str, Any] = {
     "model_type": "llama",
