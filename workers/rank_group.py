@@ -1,8 +1,9 @@
-"""Joining the target ranks of one engine into a `torch.distributed` group."""
+"""Joining the target ranks of one engine into a `torch.distributed` group: NCCL between GPUs, Gloo between CPUs."""
 
 from __future__ import annotations
 
 import datetime
+import os
 
 import torch
 import torch.distributed as dist
@@ -10,7 +11,10 @@ from torch._C._distributed_c10d import Store, TCPStore
 
 from eyas.models.parallel import TensorParallel
 
+# For joining, and for every collective after it: a rank whose peer died must not wait for ever.
 _TIMEOUT = datetime.timedelta(seconds=120)
+# A failed or overdue collective ends the process, which the router sees at once; it then replaces the whole group.
+_ASYNC_ERROR_HANDLING = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")
 
 
 class Rendezvous:
@@ -39,6 +43,12 @@ def join_group(address: str, rank: int, num_ranks: int, device: torch.device) ->
 def _join(store: Store, rank: int, num_ranks: int, device: torch.device) -> TensorParallel:
     if num_ranks == 1:
         return TensorParallel()
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=_TIMEOUT)
+    if device.type == "cuda":
+        os.environ.setdefault(*_ASYNC_ERROR_HANDLING)
+        # Naming the device makes the communicator now, when all ranks are here, not inside the first step. Ray shows
+        # every worker one GPU, so a device without an index is the first.
+        backend, bound = "nccl", torch.device("cuda", device.index or 0)
+    else:
+        backend, bound = "gloo", None
+    dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=_TIMEOUT, device_id=bound)
     return TensorParallel(rank, num_ranks, dist.group.WORLD)

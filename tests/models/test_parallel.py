@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from eyas.models.attention import Attention
@@ -86,8 +87,42 @@ def test_collectives(run_ranks: RunRanks) -> None:
         assert torch.equal(joined, torch.cat([base, base + 100, base + 200], dim=-1))
 
 
+@pytest.mark.parametrize("shape", [(4,), (0, 4), (2, 3, 4)])
+def test_concatenation_of_any_shape(shape: tuple[int, ...], run_ranks: RunRanks) -> None:
+    """Catches the joined dimension put elsewhere than last, and a step without rows."""
+    parts = [torch.randn(shape) for _ in range(3)]
+    for joined in run_ranks(3, lambda parallel: parallel.concatenate(parts[parallel.rank])):
+        assert torch.equal(joined, torch.cat(parts, dim=-1))
+
+
+def test_rank_0_decides_at_a_fixed_width(run_ranks: RunRanks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches ranks that keep their own choice, and an amount sent that follows the step's number of rows."""
+    sent: list[int] = []
+    broadcast = dist.broadcast
+
+    def note(tensor: Tensor, **options: Any) -> Any:
+        sent.append(tensor.numel())
+        return broadcast(tensor, **options)
+
+    monkeypatch.setattr(dist, "broadcast", note)
+    for count in (0, 1, 5, 8):
+        chosen = torch.arange(count) + 7
+        ranks = run_ranks(
+            3, lambda parallel, chosen=chosen: parallel.broadcast(chosen * (1 if parallel.rank == 0 else -1), width=8)
+        )
+        assert all(torch.equal(decided, chosen) for decided in ranks)
+    assert sent == [8] * 3 * 4
+
+
+def test_a_broadcast_wider_than_its_bucket_is_refused() -> None:
+    """Catches tokens cut off silently when a step outgrew the bucket."""
+    with pytest.raises(ValueError, match="5 values cannot be broadcast at a width of 4"):
+        TensorParallel().broadcast(torch.arange(5), width=4)
+
+
 def test_one_rank_needs_no_group() -> None:
     """Catches a copy, or a call into a process group that does not exist, on a single device."""
     x = torch.ones(2, 2)
     assert TensorParallel().sum(x) is x
     assert TensorParallel().concatenate(x) is x
+    assert TensorParallel().broadcast(x, width=2) is x

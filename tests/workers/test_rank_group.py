@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
+from eyas.workers import rank_group
 from eyas.workers.rank_group import Rendezvous
 
 RANK = """
@@ -41,3 +46,23 @@ def test_the_host_name_need_not_resolve(monkeypatch: pytest.MonkeyPatch) -> None
     """A server that cannot start on a machine whose own name no resolver knows."""
     monkeypatch.setattr(socket, "gethostname", lambda: "no-such-host.invalid")
     assert Rendezvous(1).address.startswith("127.0.0.1:")
+
+
+@pytest.mark.parametrize(("device", "bound"), [("cuda", 0), ("cuda:0", 0), ("cpu", None)])
+def test_a_gpu_group_is_bound_to_its_device(device: str, bound: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A communicator made inside the first step, on a device NCCL guessed; a failed collective that nobody notices."""
+    joined: dict[str, Any] = {}
+    fake_dist = SimpleNamespace(
+        init_process_group=lambda backend, **options: joined.update(backend=backend, **options),
+        group=SimpleNamespace(WORLD=None),
+    )
+    monkeypatch.setattr(rank_group, "dist", fake_dist)
+    monkeypatch.setattr(rank_group, "TCPStore", lambda *_, **__: SimpleNamespace(port=1))
+    monkeypatch.delenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", raising=False)
+    parallel = Rendezvous(2).join(2, torch.device(device))
+    assert (parallel.rank, parallel.size) == (0, 2)
+    assert joined["backend"] == ("gloo" if bound is None else "nccl")
+    assert joined["device_id"] == (None if bound is None else torch.device("cuda", bound))
+    assert joined["timeout"].total_seconds() == 120
+    assert os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING") == (None if bound is None else "3")
+    os.environ.pop("TORCH_NCCL_ASYNC_ERROR_HANDLING", None)
