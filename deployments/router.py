@@ -41,11 +41,12 @@ class Router:
             gpus_per_rank=settings.gpus_per_rank,
             drafter_gpu_fraction=settings.drafter_gpu_fraction,
             probe_prompts=probe_prompts(tokenizer) if settings.probe else None,
+            min_pages=settings.min_pages(),
         )
         metrics = Metrics()
-        scheduler = settings.new_scheduler(spec)
+        scheduler = settings.new_scheduler(spec, workers.num_pages)
         for worker in ("target", "drafter") if spec.head_folder is not None else ("target",):
-            metrics.set_pages(worker, num_free=settings.num_pages, num_total=settings.num_pages)
+            metrics.set_pages(worker, num_free=workers.num_pages, num_total=workers.num_pages)
         self._engine = Engine(
             workers,
             scheduler,

@@ -65,6 +65,11 @@ class TreeShape:
             return max(self.node_budget, self.choices.num_expanded)
         return max(self.node_budget, self.width * max(self.draft_depth - 1, 0) if self.node_budget > 1 else 0)
 
+    @property
+    def num_extra_slots(self) -> int:
+        """Slots a request needs beside its text: one step's tree block, and one step of overshoot."""
+        return self.num_block_slots + 2 * (self.draft_depth + 1)
+
 
 class TokenSink(Protocol):
     """Receives a request's tokens in order and decides when the text ends."""
@@ -122,7 +127,7 @@ class Scheduler:
         if self.max_request_tokens() < 2:
             raise ValueError(
                 f"num_pages: {allocator.num_pages} pages of {allocator.page_size} tokens hold no request, whose tree "
-                f"alone needs {self._num_extra_slots}; raise num_pages"
+                f"alone needs {self.shape.num_extra_slots}; raise num_pages"
             )
         self._waiting: deque[ScheduledRequest] = deque()
         self._running: dict[int, ScheduledRequest] = {}
@@ -144,11 +149,7 @@ class Scheduler:
 
     def num_pages_needed(self, num_prompt: int, max_tokens: int) -> int:
         """Pages a request can ever use: its text, one step's tree block, and one step of overshoot."""
-        return self.allocator.pages_for(num_prompt + max_tokens + self._num_extra_slots)
-
-    @property
-    def _num_extra_slots(self) -> int:
-        return self.shape.num_block_slots + 2 * (self.shape.draft_depth + 1)
+        return self.allocator.pages_for(num_prompt + max_tokens + self.shape.num_extra_slots)
 
     def check_size(self, request: ScheduledRequest) -> None:
         """Raise `ValueError` if the request could never be admitted or has nothing to run."""
@@ -181,7 +182,7 @@ class Scheduler:
     def max_request_tokens(self) -> int:
         """Most tokens, prompt and answer, of one request: what the pool and the model's context hold."""
         allocator = self.allocator
-        num_held = allocator.num_pages * allocator.page_size - self._num_extra_slots
+        num_held = allocator.num_pages * allocator.page_size - self.shape.num_extra_slots
         return num_held if self._max_positions is None else min(num_held, self._max_positions)
 
     def cancel(self, request_id: int) -> None:

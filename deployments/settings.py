@@ -16,6 +16,8 @@ from eyas.workers.loading import EngineSpec
 
 # Draft nodes stand past the end of the text, where the model's RoPE table must still reach.
 _MAX_DRAFT_DEPTH = 64
+_CPU_PAGES = 1024
+_MIN_REQUEST_TOKENS = 2  # one of the prompt, one of the answer
 
 
 class EngineSettings(BaseModel):
@@ -46,7 +48,12 @@ class EngineSettings(BaseModel):
     tensor_parallel_size: int = Field(1, ge=1, description="target ranks")
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     device: Literal["cpu", "cuda"] = "cpu"
-    num_pages: int = Field(1024, ge=1, description="KV pages of the pool")
+    num_pages: int | None = Field(
+        None, ge=1, description="KV pages of every pool; by default what the GPUs' memory holds, on cpu 1024"
+    )
+    gpu_memory_fraction: float = Field(
+        0.9, gt=0, lt=1, description="share of a GPU for weights and KV pages; the rest is for activations and graphs"
+    )
     page_size: int = Field(16, ge=1, description="token positions per page")
     max_batch_size: int = Field(32, ge=1, description="requests decoded together")
     max_queue_size: int = Field(256, ge=1, description="requests waiting before new ones get 429")
@@ -98,7 +105,7 @@ class EngineSettings(BaseModel):
             head_folder=None if head is None else str(head),
             dtype=self.dtype,
             device=self.device,
-            num_pages=self.num_pages,
+            num_pages=_CPU_PAGES if self.num_pages is None and self.device == "cpu" else self.num_pages,
             page_size=self.page_size,
             num_threads=self.threads_per_worker,
             drafter_num_threads=self.drafter_threads,
@@ -106,15 +113,21 @@ class EngineSettings(BaseModel):
             shares_noise=self.shares_noise,
             head_options=HeadOptions(self.aux_layers, self.token_map, self.num_candidates),
             tree_choices=None if shape.choices is None else shape.choices.paths,
+            gpu_memory_fraction=self.gpu_memory_fraction,
         )
         spec.validate(shape.draft_depth)
-        self.new_scheduler(spec)
+        if spec.num_pages is not None:
+            self.new_scheduler(spec, spec.num_pages)
         return spec
 
-    def new_scheduler(self, spec: EngineSpec) -> Scheduler:
+    def min_pages(self) -> int:
+        """Pages without which no request could ever run."""
+        return -(-(_MIN_REQUEST_TOKENS + self.tree_shape().num_extra_slots) // self.page_size)
+
+    def new_scheduler(self, spec: EngineSpec, num_pages: int) -> Scheduler:
         """Raises `ValueError`, naming the field, if no request could ever run."""
         return Scheduler(
-            PageAllocator(self.num_pages, self.page_size),
+            PageAllocator(num_pages, self.page_size),
             self.tree_shape(),
             self.max_batch_size,
             self.max_prefill_tokens,

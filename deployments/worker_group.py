@@ -16,6 +16,7 @@ from eyas.deployments.probe_prompts import log_probe
 from eyas.workers.actors import DraftWorker, TargetWorker, WireAddresses
 from eyas.workers.channel import Outbox, router_inbox
 from eyas.workers.loading import EngineSpec
+from eyas.workers.memory import agree_num_pages
 from eyas.workers.messages import Shutdown, StepPlan, StepResult
 from eyas.workers.threads import thread_environment
 
@@ -40,6 +41,7 @@ class WorkerGroup:
         gpus_per_rank: float,
         drafter_gpu_fraction: float,
         probe_prompts: list[list[int]] | None = None,
+        min_pages: int = 1,
         step_timeout_s: float = 60.0,
         start_timeout_s: float = 600.0,
     ) -> None:
@@ -48,10 +50,16 @@ class WorkerGroup:
         Args:
             max_rows: most rows a step can commit; sizes the exchange ring.
             probe_prompts: texts to measure the head on; None trusts its files.
+            min_pages: pages without which no request could run, for an engine whose pages are measured.
+
+        Attributes:
+            num_pages: pages of every worker's pool.
 
         Raises:
+            ValueError: if the GPUs' memory does not hold the pages; see `agree_num_pages`.
             WorkersLostError: if one of them fails or they are not ready in `start_timeout_s`.
         """
+        self._spec = spec
         self._step_timeout_s = step_timeout_s
         self._sockets = tempfile.TemporaryDirectory(prefix="eyas-", ignore_cleanup_errors=True)
         self._outboxes: list[Outbox] = []
@@ -81,7 +89,7 @@ class WorkerGroup:
         self._context = zmq.Context[Any](1)
         self._inbox = router_inbox(self._context, f"ipc://{self._sockets.name}/router")
         try:
-            self._wire(max_rows, probe_prompts, start_timeout_s)
+            self.num_pages = self._start(max_rows, probe_prompts, min_pages, start_timeout_s)
         except ray.exceptions.GetTimeoutError:
             self.stop()
             raise WorkersLostError(
@@ -90,8 +98,12 @@ class WorkerGroup:
         except ray.exceptions.RayError as error:
             self.stop()
             raise WorkersLostError(f"a worker failed while it was loaded: {_cause(error)}") from error
+        except ValueError:
+            self.stop()
+            raise
 
-    def _wire(self, max_rows: int, probe_prompts: list[list[int]] | None, timeout_s: float) -> None:
+    def _start(self, max_rows: int, probe_prompts: list[list[int]] | None, min_pages: int, timeout_s: float) -> int:
+        """Load all workers, agree on the pages, measure the head, connect; returns the pages."""
         deadline = time.monotonic() + timeout_s
 
         def get(references: Any) -> Any:
@@ -99,20 +111,24 @@ class WorkerGroup:
 
         rendezvous = get(self._ranks[0].rendezvous_address.remote())
         exchange = get([rank.load.remote(rendezvous, max_rows) for rank in self._ranks])[0]
+        if self._drafter is not None:
+            get(self._drafter.load.remote(exchange))
+            get(self._ranks[0].unlink_exchange.remote())
+        workers = [*self._ranks, *([self._drafter] if self._drafter is not None else [])]
+        reports = get([worker.measure.remote() for worker in workers])
+        num_pages = agree_num_pages(self._spec.num_pages, reports, self._spec.gpu_memory_fraction, min_pages)
+        get([worker.allocate.remote(num_pages) for worker in workers])
         if self._drafter is not None and probe_prompts is not None:
             report = get([rank.probe.remote(probe_prompts) for rank in self._ranks])[0]
             if report is not None:
                 log_probe(report)
                 get([rank.set_capture.remote(report.capture) for rank in self._ranks])
-        if self._drafter is not None:
-            get(self._drafter.load.remote(exchange))
-            get(self._ranks[0].unlink_exchange.remote())
-        workers = [*self._ranks, *([self._drafter] if self._drafter is not None else [])]
         addresses = get([worker.address.remote() for worker in workers])
         targets = addresses[: len(self._ranks)]
         wire = WireAddresses(self._inbox.address, targets, addresses[-1] if self._drafter is not None else None)
         self._outboxes = [Outbox(self._context, address) for address in addresses]
         self._runs = [worker.run.remote(wire) for worker in workers]
+        return num_pages
 
     def send(self, plan: StepPlan) -> None:
         """Hand a plan to every worker."""

@@ -1,7 +1,12 @@
-"""What becomes a Ray actor around each runner: load, bind, run. All decisions are in the plain classes."""
+"""What becomes a Ray actor around each runner: load, measure, allocate, run. All decisions are in the plain classes.
+
+Weights come first on all workers, because only then the memory left for KV pages can be measured; the runners, which
+own the pools, are made when the router has told every worker the number agreed on.
+"""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +15,28 @@ import torch
 import zmq
 
 from eyas.workers.channel import Outbox, worker_inbox
-from eyas.workers.exchange import ExchangeHandle, HiddenStateExchange
-from eyas.workers.loading import EngineSpec, load_drafter, load_target, probe
+from eyas.workers.cuda_ipc import check_allocator
+from eyas.workers.exchange import HiddenStateExchange, attach_exchange, create_exchange
+from eyas.workers.loading import (
+    EngineSpec,
+    load_draft_head,
+    load_target_model,
+    new_draft_runner,
+    new_target_runner,
+    probe,
+)
 from eyas.workers.loops import DraftLoop, TargetLoop
+from eyas.workers.memory import (
+    MemoryReport,
+    head_page_bytes,
+    limit_process,
+    measure,
+    release_cached,
+    target_page_bytes,
+)
 from eyas.workers.probe import ProbeReport
 from eyas.workers.rank_group import Rendezvous, join_group
+from eyas.workers.ring import RingHandle, RingShape
 
 _EXCHANGE_SLOTS = 4
 
@@ -40,6 +62,11 @@ class _Worker:
         """Where this worker receives messages."""
         return self.inbox.address
 
+    def check_environment(self) -> None:
+        """Refuse what this process was started with, if device memory could not be shared under it."""
+        if torch.device(self.spec.device).type == "cuda":
+            check_allocator(os.environ)
+
 
 class TargetWorker(_Worker):
     """One tensor-parallel rank of the target."""
@@ -55,28 +82,44 @@ class TargetWorker(_Worker):
             raise RuntimeError("only rank 0 keeps the rendezvous")
         return self._rendezvous.address
 
-    def load(self, rendezvous_address: str, max_rows: int) -> ExchangeHandle | None:
+    def load(self, rendezvous_address: str, max_rows: int) -> RingHandle | None:
         """Join the group and load the weights; rank 0 also allocates the exchange ring, if there is a head to feed.
 
         Args:
             max_rows: most rows one step can commit.
         """
+        self.check_environment()
         spec, device = self.spec, torch.device(self.spec.device)
         size = spec.tensor_parallel_size
         if self._rendezvous is not None:
             parallel = self._rendezvous.join(size, device)
         else:
             parallel = join_group(rendezvous_address, self._rank, size, device)
-        self._runner = load_target(spec, parallel)
+        self._model = load_target_model(spec, parallel)
         self._exchange: HiddenStateExchange | None = None
         if self._rank == 0 and spec.head_folder is not None:
-            row_size = len(self._runner.capture) * self._runner.model.config.hidden_size
-            self._exchange = HiddenStateExchange.create(_EXCHANGE_SLOTS, max_rows, row_size, spec.torch_dtype)
+            row_size = len(spec.capture()) * self._model.config.hidden_size
+            shape = RingShape.of(_EXCHANGE_SLOTS, max_rows, row_size, self._model.dtype)
+            self._exchange = create_exchange(shape, self._model.device)
+        release_cached(self._model.device)
         return self._exchange.handle if self._exchange is not None else None
+
+    def measure(self) -> MemoryReport | None:
+        """What is free once all workers have loaded."""
+        return measure(self._model.device, target_page_bytes(self._model, self.spec.page_size))
+
+    def allocate(self, num_pages: int) -> None:
+        """Make the runner, its pool included."""
+        self.spec = self.spec.with_pages(num_pages)
+        pool_bytes = num_pages * target_page_bytes(self._model, self.spec.page_size)
+        limit_process(self._model.device, pool_bytes, self.spec.gpu_memory_fraction)
+        self._runner = new_target_runner(self.spec, self._model)
 
     def probe(self, prompts: list[list[int]]) -> ProbeReport | None:
         """Measure what the head reads, before the loop runs; rank 0 answers, the others only help."""
-        return probe(self.spec, self._runner, prompts, self._rank == 0)
+        report = probe(self.spec, self._runner, prompts, self._rank == 0)
+        release_cached(self._model.device)  # rank 0's copy of the head, on the GPU that it shares with the drafter
+        return report
 
     def set_capture(self, capture: tuple[int, ...]) -> None:
         """Publish these target states; as many as before, so the exchange ring stays."""
@@ -106,13 +149,26 @@ class DraftWorker(_Worker):
     def __init__(self, spec: EngineSpec, socket_folder: str) -> None:
         super().__init__(spec, socket_folder, "drafter", spec.drafter_num_threads)
 
-    def load(self, exchange: ExchangeHandle) -> None:
+    def load(self, exchange: RingHandle) -> None:
         """Load the head and attach to rank 0's ring."""
-        runner = load_drafter(self.spec)
-        if runner is None:
+        self.check_environment()
+        head = load_draft_head(self.spec)
+        if head is None:
             raise RuntimeError("an engine without a head needs no drafter")
-        self._runner = runner
-        self._exchange = HiddenStateExchange.attach(exchange)
+        self._head = head
+        self._exchange = attach_exchange(exchange, head.device)
+        release_cached(head.device)
+
+    def measure(self) -> MemoryReport | None:
+        """What is free once all workers have loaded."""
+        return measure(self._head.device, head_page_bytes(self._head, self.spec.page_size))
+
+    def allocate(self, num_pages: int) -> None:
+        """Make the runner, its pool included."""
+        self.spec = self.spec.with_pages(num_pages)
+        pool_bytes = num_pages * head_page_bytes(self._head, self.spec.page_size)
+        limit_process(self._head.device, pool_bytes, self.spec.gpu_memory_fraction)
+        self._runner = new_draft_runner(self.spec, self._head)
 
     def run(self, wire: WireAddresses) -> None:
         """The step loop; returns on shutdown."""

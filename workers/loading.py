@@ -9,12 +9,13 @@ import torch
 
 from eyas.kernels.static_tree import TreeChoices
 from eyas.models.config import DecoderConfig
-from eyas.models.decoder import load_target_decoder
+from eyas.models.decoder import Decoder
 from eyas.models.head import DraftHead
 from eyas.models.head_files import HeadOptions
 from eyas.models.head_loading import HeadConfig, load_head, normalise_head, open_head
 from eyas.models.linear import pack_linears
 from eyas.models.parallel import TensorParallel
+from eyas.models.target_loading import load_target_decoder
 from eyas.models.target_weights import TargetWeights
 from eyas.workers.draft import DraftRunner
 from eyas.workers.kv_pool import PoolLayout
@@ -34,6 +35,8 @@ class EngineSpec(msgspec.Struct, frozen=True):
         tree_choices: rank paths of a fixed tree; None grows trees from the scores.
         num_threads: torch threads of each target rank, or of the one process of an offline engine.
         drafter_num_threads: torch threads of a drafter in a process of its own.
+        num_pages: pages of every pool; None until they are agreed on from the memory that the weights leave.
+        gpu_memory_fraction: see `agree_num_pages`.
         shares_noise: see `DraftRunner`.
     """
 
@@ -41,7 +44,7 @@ class EngineSpec(msgspec.Struct, frozen=True):
     head_folder: str | None
     dtype: str
     device: str
-    num_pages: int
+    num_pages: int | None
     page_size: int
     num_threads: int
     tensor_parallel_size: int = 1
@@ -49,10 +52,17 @@ class EngineSpec(msgspec.Struct, frozen=True):
     drafter_num_threads: int = 1
     head_options: HeadOptions = HeadOptions()
     tree_choices: tuple[tuple[int, ...], ...] | None = None
+    gpu_memory_fraction: float = 0.9
 
     @property
     def layout(self) -> PoolLayout:
+        if self.num_pages is None:
+            raise RuntimeError("no pool can be laid out before its number of pages is agreed on")
         return PoolLayout(self.num_pages, self.page_size)
+
+    def with_pages(self, num_pages: int) -> EngineSpec:
+        """The same engine once its pages are agreed on."""
+        return msgspec.structs.replace(self, num_pages=num_pages)
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -104,12 +114,22 @@ class EngineSpec(msgspec.Struct, frozen=True):
             raise ValueError("device: cuda was asked for, but torch sees no CUDA device; use cpu")
 
 
-def load_target(spec: EngineSpec, parallel: TensorParallel | None = None) -> TargetRunner:
-    """Load one target rank."""
+def load_target_model(spec: EngineSpec, parallel: TensorParallel | None = None) -> Decoder:
+    """Load the weights of one target rank, and check that they compute what they should."""
     spec.check_device()
     model = load_target_decoder(Path(spec.target_folder), spec.torch_dtype, torch.device(spec.device), parallel)
     check_target(model)
+    return model
+
+
+def new_target_runner(spec: EngineSpec, model: Decoder) -> TargetRunner:
+    """Allocate the pool of a loaded target rank, and all else it needs for steps."""
     return TargetRunner(model, spec.layout, spec.capture())
+
+
+def load_target(spec: EngineSpec, parallel: TensorParallel | None = None) -> TargetRunner:
+    """Load one target rank, of an engine whose pages are known."""
+    return new_target_runner(spec, load_target_model(spec, parallel))
 
 
 def load_draft_head(spec: EngineSpec) -> DraftHead | None:
@@ -129,10 +149,13 @@ def probe(spec: EngineSpec, runner: TargetRunner, prompts: list[list[int]], is_f
     return probe_head(runner, head, spec.plausible_captures(), prompts)
 
 
-def load_drafter(spec: EngineSpec) -> DraftRunner | None:
-    """Load the drafter, or None for an engine without a head."""
-    head = load_draft_head(spec)
-    if head is None:
-        return None
+def new_draft_runner(spec: EngineSpec, head: DraftHead) -> DraftRunner:
+    """Allocate the pool of a loaded head, and all else it needs for steps."""
     choices = None if spec.tree_choices is None else TreeChoices(spec.tree_choices)
     return DraftRunner(head, spec.layout, spec.shares_noise, choices)
+
+
+def load_drafter(spec: EngineSpec) -> DraftRunner | None:
+    """Load the drafter, of an engine whose pages are known; None for an engine without a head."""
+    head = load_draft_head(spec)
+    return None if head is None else new_draft_runner(spec, head)

@@ -68,7 +68,8 @@ class TargetLoop:
             slot, sequence = -1, -1
             if verified.features is not None:
                 slot, sequence = self._exchange.publish(verified.features, PEER_TIMEOUT_S)
-            self._to_drafter.send(StepOutcome(plan.step, verified.runs, slot, sequence))
+            generation = self._exchange.handle.generation
+            self._to_drafter.send(StepOutcome(plan.step, verified.runs, slot, sequence, generation))
         if self._to_router is not None:
             self._to_router.send(
                 StepResult(
@@ -127,6 +128,12 @@ class DraftLoop:
     def _extend(self, outcome: StepOutcome) -> None:
         start = time.perf_counter()
         if outcome.exchange_slot >= 0:
+            generation = self._exchange.handle.generation
+            if outcome.exchange_generation != generation:
+                raise RuntimeError(
+                    f"step {outcome.step} was published in ring {outcome.exchange_generation}, but this drafter is "
+                    f"attached to ring {generation} of another run"
+                )
             num_rows = sum(run.num_committed for run in outcome.runs)
             features = self._exchange.take(outcome.exchange_slot, outcome.exchange_sequence, num_rows)
             self._runner.extend(outcome.runs, features)

@@ -90,12 +90,18 @@ class AcceptedRun(msgspec.Struct, frozen=True, gc=False):
 
 
 class StepOutcome(msgspec.Struct, frozen=True, gc=False, tag="outcome"):
-    """Target rank 0 to the drafter: accepted tokens and the exchange slot that holds their target features."""
+    """Target rank 0 to the drafter: accepted tokens and the exchange slot that holds their target features.
+
+    Args:
+        exchange_slot, exchange_sequence: see `HiddenStateExchange`; -1 when nothing was published.
+        exchange_generation: of the ring, so that a drafter attached to the ring of another run notices.
+    """
 
     step: int
     runs: list[AcceptedRun]
     exchange_slot: int = -1
     exchange_sequence: int = -1
+    exchange_generation: int = -1
 
 
 class StepResult(msgspec.Struct, frozen=True, gc=False, tag="result"):

@@ -7,18 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import zmq
 
 from eyas.deployments.offline import OfflineEngine, OfflineRequest
 from eyas.deployments.pages import PageAllocator
 from eyas.deployments.scheduler import TreeShape
 from eyas.workers.channel import Outbox, router_inbox, worker_inbox
-from eyas.workers.exchange import HiddenStateExchange
+from eyas.workers.exchange import attach_exchange, create_exchange
 from eyas.workers.loading import EngineSpec, load_drafter, load_target
 from eyas.workers.local import LocalWorkers
 from eyas.workers.loops import DraftLoop, TargetLoop
-from eyas.workers.messages import DraftedTrees, Shutdown, StepPlan, StepResult
+from eyas.workers.messages import DraftedTrees, Shutdown, StepOutcome, StepPlan, StepResult
+from eyas.workers.ring import RingShape
 from eyas.workers.sampling import SamplingParams
 
 SHAPE = TreeShape(node_budget=6, draft_depth=3, width=2)
@@ -34,8 +34,8 @@ class WiredWorkers:
         draft_inbox = worker_inbox(self.context, f"ipc://{folder}/draft")
         runner, drafter = load_target(spec), load_drafter(spec)
         assert drafter is not None
-        ring = HiddenStateExchange.create(2, 64, len(runner.capture) * 32, torch.float32)
-        attached = HiddenStateExchange.attach(ring.handle)
+        ring = create_exchange(RingShape(2, 64, len(runner.capture) * 32, "float32"), runner.device)
+        attached = attach_exchange(ring.handle, drafter.device)
         ring.unlink()
 
         self.sockets: list[Any] = [router, target_inbox, draft_inbox]
@@ -138,4 +138,20 @@ def test_trees_of_another_step_are_refused(spec: EngineSpec, tmp_path: Path) -> 
     outbox.send(DraftedTrees(1, [], 0.0, 0))
     with pytest.raises(RuntimeError, match="trees of step 1 arrived for step 2"):
         TargetLoop(load_target(spec), inbox, has_drafter=True).run()
+    context.destroy(linger=0)
+
+
+def test_features_of_another_ring_are_refused(spec: EngineSpec, tmp_path: Path) -> None:
+    """A drafter that outlived its target reading the old ring's rows for the new one's."""
+    context = zmq.Context[Any](1)
+    inbox = worker_inbox(context, f"ipc://{tmp_path}/draft")
+    drafter = load_drafter(spec)
+    assert drafter is not None
+    ring = create_exchange(RingShape(1, 1, 1, "float32"), drafter.device)
+    ring.unlink()
+    generation = ring.handle.generation
+    outbox = Outbox(context, inbox.address)
+    outbox.send(StepOutcome(3, [], 0, 1, generation + 1))
+    with pytest.raises(RuntimeError, match=f"step 3 was published in ring {generation + 1}, .* ring {generation} of"):
+        DraftLoop(drafter, inbox, [], ring).run()
     context.destroy(linger=0)
