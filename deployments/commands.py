@@ -16,6 +16,8 @@ from eyas.deployments.head_commands import add_convert_parser
 from eyas.deployments.inspect_command import add_inspect_parser
 from eyas.deployments.settings import EngineSettings
 from eyas.deployments.train_command import add_train_parser
+from eyas.kernels.backends import AUTO
+from eyas.kernels.capabilities import ATTENTION_BACKENDS, KERNEL_BACKENDS
 from eyas.models.catalog import DEFAULT_TARGET
 
 _MAX_DEFAULT_THREADS = 8
@@ -105,6 +107,9 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--skip-probe", action="store_true", help="trust the head's files on which states it reads")
     option("--dtype", field="dtype", choices=["bfloat16", "float32"])
     option("--device", field="device", choices=["cpu", "cuda"])
+    option("--attention-backend", field="attention_backend", choices=[AUTO, *ATTENTION_BACKENDS])
+    option("--kernel-backend", field="kernel_backend", choices=[AUTO, *KERNEL_BACKENDS])
+    parser.add_argument("--eager", action="store_true", help="on cuda, launch every kernel by itself, without graphs")
     option("--num-pages", field="num_pages", type=int)
     option("--gpu-memory-fraction", field="gpu_memory_fraction")
     option("--page-size", field="page_size")
@@ -153,6 +158,7 @@ def settings_of(args: argparse.Namespace, **fixed: Any) -> EngineSettings:
             "speculate": not args.no_speculation,
             "shares_noise": args.candidate_noise == "shared",
             "probe": not args.skip_probe,
+            "cuda_graphs": not args.eager,
             **fixed,
         }
     )

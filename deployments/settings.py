@@ -48,6 +48,13 @@ class EngineSettings(BaseModel):
     tensor_parallel_size: int = Field(1, ge=1, description="target ranks")
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     device: Literal["cpu", "cuda"] = "cpu"
+    attention_backend: Literal["auto", "reference", "triton", "flashinfer", "flashinfer-cascade"] = Field(
+        "auto", description="what computes attention; auto takes the first that fits, see docs/backends.md"
+    )
+    kernel_backend: Literal["auto", "reference", "triton"] = Field(
+        "auto", description="what computes tree operations, sampling and the work between matrix products"
+    )
+    cuda_graphs: bool = Field(True, description="capture steps in CUDA graphs on cuda; false launches every kernel")
     num_pages: int | None = Field(
         None, ge=1, description="KV pages of every pool; by default what the GPUs' memory holds, on cpu 1024"
     )
@@ -114,8 +121,11 @@ class EngineSettings(BaseModel):
             head_options=HeadOptions(self.aux_layers, self.token_map, self.num_candidates),
             tree_choices=None if shape.choices is None else shape.choices.paths,
             gpu_memory_fraction=self.gpu_memory_fraction,
+            attention_backend=self.attention_backend,
+            kernel_backend=self.kernel_backend,
+            cuda_graphs=self.cuda_graphs,
         )
-        spec.validate(shape.draft_depth)
+        spec.validate(shape.draft_depth, shape.width if is_speculating and shape.choices is None else 0)
         if spec.num_pages is not None:
             self.new_scheduler(spec, spec.num_pages)
         return spec

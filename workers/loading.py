@@ -7,6 +7,8 @@ from pathlib import Path
 import msgspec
 import torch
 
+from eyas.kernels.backends import AUTO, KernelNeed, choose_attention, choose_kernels
+from eyas.kernels.capabilities import Capabilities
 from eyas.kernels.static_tree import TreeChoices
 from eyas.models.config import DecoderConfig
 from eyas.models.decoder import Decoder
@@ -19,6 +21,7 @@ from eyas.models.target_loading import load_target_decoder
 from eyas.models.target_weights import TargetWeights
 from eyas.workers.draft import DraftRunner
 from eyas.workers.kv_pool import PoolLayout
+from eyas.workers.needs import head_need, kernel_need, target_need
 from eyas.workers.probe import ProbeReport, probe_head
 from eyas.workers.self_check import check_target
 from eyas.workers.target import TargetRunner
@@ -38,6 +41,8 @@ class EngineSpec(msgspec.Struct, frozen=True):
         num_pages: pages of every pool; None until they are agreed on from the memory that the weights leave.
         gpu_memory_fraction: see `agree_num_pages`.
         shares_noise: see `DraftRunner`.
+        attention_backend, kernel_backend: names of `kernels.capabilities`, or `auto`.
+        cuda_graphs: capture verify passes and draft loops on a CUDA device; False launches every kernel by itself.
     """
 
     target_folder: str
@@ -53,6 +58,9 @@ class EngineSpec(msgspec.Struct, frozen=True):
     head_options: HeadOptions = HeadOptions()
     tree_choices: tuple[tuple[int, ...], ...] | None = None
     gpu_memory_fraction: float = 0.9
+    attention_backend: str = AUTO
+    kernel_backend: str = AUTO
+    cuda_graphs: bool = True
 
     @property
     def layout(self) -> PoolLayout:
@@ -97,10 +105,42 @@ class EngineSpec(msgspec.Struct, frozen=True):
             return [config.capture]
         return list(config.plausible_captures)
 
-    def validate(self, draft_depth: int = 0) -> None:
-        """Refuse at start what cannot work anywhere, naming the field; reads no device, the router has none."""
+    @property
+    def captures_graphs(self) -> bool:
+        """Whether steps are captured in CUDA graphs."""
+        return self._need.graph_capture
+
+    @property
+    def _need(self) -> KernelNeed:
+        device = torch.device(self.device).type
+        return KernelNeed(device, self.torch_dtype, graph_capture=self.cuda_graphs and device == "cuda")
+
+    def target_attention(self) -> Capabilities:
+        """The target's attention backend; see `choose_attention`."""
+        return choose_attention(self.attention_backend, target_need(self._need, self.target_config(), self.page_size))
+
+    def head_attention(self) -> Capabilities | None:
+        """The head's attention backend; None for a head that attends to nothing, and without a head."""
+        need = head_need(self._need, self.head_config(), self.page_size)
+        return None if need is None else choose_attention(self.attention_backend, need)
+
+    def kernels(self, draft_depth: int = 0, width: int = 0) -> Capabilities:
+        """The backend of everything but attention; see `kernel_need` and `choose_kernels`."""
+        need = kernel_need(self._need, self.target_config(), self.head_config(), draft_depth, width)
+        return choose_kernels(self.kernel_backend, need)
+
+    def validate(self, draft_depth: int = 0, width: int = 0) -> None:
+        """Refuse at start what cannot work anywhere, naming the field; reads no device, the router has none.
+
+        Args:
+            draft_depth: levels of the deepest draft.
+            width: candidates kept per level of trees that are grown.
+        """
         _ = self.torch_dtype
         self.target_config().check_tensor_parallel(self.tensor_parallel_size)
+        self.kernels(draft_depth, width)
+        self.target_attention()
+        self.head_attention()
         config = self.head_config()
         if config is not None and config.max_depth is not None and draft_depth > config.max_depth:
             raise ValueError(
