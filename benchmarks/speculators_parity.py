@@ -201,7 +201,7 @@ def compare(folder: Path, case: dict[str, Tensor], target: Path) -> tuple[float,
     from eyas.models.head_loading import load_head
     from eyas.models.target_weights import TargetWeights
     from eyas.workers.kv_pool import KVPool, PoolLayout
-    from eyas.workers.segments import PagedAttention, causal_segment
+    from eyas.workers.paged_attention import PagedAttention, text_attention
 
     weights = TargetWeights(target, DecoderConfig.from_folder(target))
     head = load_head(folder, weights, torch.float32, torch.device("cpu"))
@@ -210,13 +210,11 @@ def compare(folder: Path, case: dict[str, Tensor], target: Path) -> tuple[float,
     cache = head.config.layers.cache
     num_rows = NUM_PAIRS + NUM_DRAFTED
     pool = KVPool(
-        PoolLayout(1, num_rows), cache.num_layers, cache.num_kv_heads, cache.head_dim, head.dtype, head.device
+        PoolLayout(num_rows, 1), cache.num_layers, cache.num_kv_heads, cache.head_dim, head.dtype, head.device
     )
 
     def attention(start: int, stop: int) -> PagedAttention:
-        rows, slots = torch.arange(stop - start), torch.arange(stop)
-        group = cache.num_heads // cache.num_kv_heads
-        return PagedAttention(pool, slots[start:], [causal_segment(rows, slots, start, group, head.dtype)])
+        return text_attention(pool, cache.num_heads, torch.arange(stop), start)
 
     with torch.inference_mode():
         positions = torch.arange(num_rows)

@@ -66,6 +66,7 @@ class DraftHead(nn.Module, ABC):
             final norm; `DecoderConfig.final_index` is the state after it.
         cache: None for a head without attention.
         max_depth: levels it can draft; None if it can go on for ever.
+        state_size: width of its states.
         is_path_dependent: False if a level's candidates are the same whatever the level above chose.
         candidate_ids: target ids it can propose, int64 `[Vd]`.
         dtype, device: of its weights and of the features it takes.
@@ -74,6 +75,7 @@ class DraftHead(nn.Module, ABC):
     capture: tuple[int, ...]
     cache: HeadCache | None
     max_depth: int | None = None
+    state_size: int
     is_path_dependent: bool = True
     candidate_ids: Tensor
     dtype: torch.dtype

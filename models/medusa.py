@@ -46,6 +46,7 @@ class MedusaHead(DraftHead):
         super().__init__()
         self.config = config
         self.capture, self.max_depth = config.capture, config.max_depth
+        self.state_size = config.hidden_size
         self.dtype, self.device = output.weight.dtype, output.weight.device
         self.blocks = nn.ModuleList(blocks)
         self.output = output

@@ -104,6 +104,7 @@ class MtpHead(DraftHead):
         super().__init__()
         self.config = config
         self.capture, self.cache = config.capture, config.cache
+        self.state_size = config.hidden_size
         self.dtype, self.device = embedding.dtype, embedding.device
         self.embedding = nn.Parameter(embedding, requires_grad=False)
         self.embedding_norm, self.feature_norm, self.norm = (

@@ -4,26 +4,32 @@ A plain class: it knows nothing of Ray or sockets. Invariant when a tree is grow
 0 … n - 1, each from (true target feature i, token i + 1), never from the head's own guesses; drafted rows are written
 above n and overwritten by the next `extend`.
 
-Letters: T rows, B requests, W candidates per parent, E nodes of a level to be extended, S width of a head's state.
+Letters: T rows, B requests, W candidates per parent, S width of a head's state.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from eyas.kernels.grow import TreeGrowth
-from eyas.kernels.static_tree import StaticGrowth, TreeChoices
+from eyas.kernels.static_tree import ShapeIndices, StaticGrowth, TreeChoices
 from eyas.models.attention import Attention, no_attention
-from eyas.models.head import Candidates, DraftHead
-from eyas.workers.kv_pool import KVPool, PageTable, PoolLayout
-from eyas.workers.level_attention import LevelAttention
+from eyas.models.head import DraftHead, Ranker
+from eyas.workers.buckets import GraphLimits
+from eyas.workers.draft_graphs import DraftGraphs, DraftShape
+from eyas.workers.graphs import Recorder, no_progress
+from eyas.workers.kv_pool import KVPool, PageTable, PoolLayout, page_table
 from eyas.workers.messages import AcceptedRun, StepPlan
+from eyas.workers.paged_attention import AttentionGroup, PagedAttention, causal_rows
 from eyas.workers.sampler import NoiseRanker, RowSampling
 from eyas.workers.sampling import SamplingParams
-from eyas.workers.segments import PagedAttention, Segment, causal_segment
+from eyas.workers.step_backends import StepBackends
+from eyas.workers.tree_drafting import DraftInputs, TreeDrafting, stacked_states
 
 
 @dataclass(slots=True)
@@ -48,11 +54,13 @@ class DraftRunner:
     """Executes the drafting part of step plans."""
 
     def __init__(
-        self, head: DraftHead, layout: PoolLayout, shares_noise: bool = True, choices: TreeChoices | None = None
-    ) -> None:
+        self, head: DraftHead, layout: PoolLayout, shares_noise: bool = True, choices: TreeChoices | None = None,
+        backends: StepBackends | None = None,
+    ) -> None:  # fmt: skip
         """Args:
         shares_noise: rank candidates under the target's own noise; False is plain top-k, kept for comparison.
         choices: shape of every tree; None grows it from the scores.
+        backends: None computes with the reference.
 
         Raises:
             ValueError: for a shape that asks for more candidates than the head can propose.
@@ -78,6 +86,13 @@ class DraftRunner:
                 layout, cache.num_layers, cache.num_kv_heads, cache.head_dim, self.dtype, self.device,
                 cache.value_head_dim,
             )  # fmt: skip
+        backends = backends or StepBackends()
+        self.kernels = backends.kernels
+        self.attention = None
+        if self.pool is not None and cache is not None:
+            self.attention = backends.attention(self.pool.geometry(cache.num_heads))
+        self.drafting = TreeDrafting(head, self.pool, self.attention, self.kernels.fused)
+        self.graphs: DraftGraphs | None = None
 
     @property
     def num_granted_pages(self) -> int:
@@ -137,19 +152,13 @@ class DraftRunner:
                 request.state = states[row - 1]
 
     def _run_attention(self, runs: list[AcceptedRun]) -> Attention:
-        cache = self.head.cache
-        if self.pool is None or cache is None:
+        if self.pool is None or self.attention is None:
             return no_attention
-        slots: list[Tensor] = []
-        segments: list[Segment] = []
-        row = 0
-        for run in runs:
-            keys = self._requests[run.request_id].pages.range(0, run.start + run.num_committed)
-            rows = torch.arange(row, row + run.num_committed, device=self.device)
-            slots.append(keys[run.start :])
-            segments.append(causal_segment(rows, keys, run.start, cache.group, self.dtype))
-            row += run.num_committed
-        return PagedAttention(self.pool, torch.cat(slots), segments)
+        tables = [self._requests[run.request_id].pages for run in runs]
+        slots = [table.range(run.start, run.start + run.num_committed) for table, run in zip(tables, runs, strict=True)]
+        rows = causal_rows([run.start for run in runs], [run.num_committed for run in runs], page_table(tables))
+        group = AttentionGroup(sum(run.num_committed for run in runs), self.attention.plan(rows))
+        return PagedAttention(self.pool, torch.cat(slots), [group], self.kernels.fused)
 
     @torch.inference_mode()
     def draft(self, plan: StepPlan) -> dict[int, tuple[list[int], list[int]]]:
@@ -159,72 +168,68 @@ class DraftRunner:
         if not items or depth < 1:
             return {}
         requests = [self._requests[item.request_id] for item in items]
-        growth: TreeGrowth | StaticGrowth
-        if self._choices is None:
-            growth = TreeGrowth(min(plan.width, self.head.max_candidates))
+        budgets = [item.num_nodes for item in items]
+        if self.graphs is not None:
+            trees = self.graphs.draft([item.request_id for item in items], requests, budgets)
         else:
-            choices = self._choices.truncated(depth)
-            growth, depth = StaticGrowth(choices), choices.depth
-        if self.head.is_path_dependent:
-            self._grow_paths(growth, requests, depth)
-        else:
-            self._grow_product(growth, requests, depth)
-        roots = torch.tensor([request.root for request in requests], device=self.device)
-        budgets = torch.tensor([item.num_nodes for item in items], device=self.device)
-        trees = growth.finish(roots, budgets)
+            growth = self.new_growth(plan.width, depth)
+            depth = depth if self._choices is None else min(depth, self._choices.depth)
+            self.drafting.grow(growth, self._inputs(requests), depth, HostRankers(requests, self._shares_noise))
+            roots = torch.tensor([request.root for request in requests], device=self.device)
+            trees = growth.finish(roots, torch.tensor(budgets, device=self.device))
         tokens, parents, counts = trees.tokens.tolist(), trees.parents.tolist(), trees.num_nodes.tolist()
         return {
             item.request_id: (tokens[row][: counts[row]], parents[row][: counts[row]]) for row, item in enumerate(items)
         }
 
-    def _grow_paths(self, growth: TreeGrowth | StaticGrowth, requests: list[DraftRequest], depth: int) -> None:
-        """Level by level: the head reads what the level above chose."""
-        batch = len(requests)
-        states = torch.stack([_state_of(request) for request in requests])[:, None]  # [B, 1, S]
-        levels = LevelAttention(
-            self.head, self.pool, [request.pages for request in requests], [request.num_covered for request in requests]
+    def new_growth(self, width: int, depth: int) -> TreeGrowth | StaticGrowth:
+        """An empty growth of the shape in use, cut to `depth` levels."""
+        if self._choices is None:
+            return TreeGrowth(min(width, self.head.max_candidates), self.kernels.grow)
+        return StaticGrowth(self._choices.truncated(depth))
+
+    @torch.inference_mode()
+    def record_graphs(
+        self, limits: GraphLimits, recorder: Recorder, on_progress: Callable[[int, int], None] = no_progress
+    ) -> None:
+        """Record whole drafts of the shape in `limits`; from then on every draft is replayed."""
+        depth = limits.draft_depth if self.head.max_depth is None else min(limits.draft_depth, self.head.max_depth)
+        if self._choices is None:
+            num_drafted = min(limits.width, self.head.max_candidates) * (depth - 1)
+            shape = DraftShape(partial(self.new_growth, limits.width, depth), depth, num_drafted)
+        else:
+            choices = self._choices.truncated(depth)
+            indices = ShapeIndices.of(choices, self.device)
+            shape = DraftShape(partial(StaticGrowth, choices, indices), choices.depth, choices.num_expanded)
+        graphs = DraftGraphs(
+            self.drafting, shape, self.kernels.perturb, self._shares_noise, limits, recorder, self.layout.scratch_page
         )
-        for level in range(1, depth + 1):
-            width = growth.num_candidates(level)
-            ranked = self._rank(states.flatten(0, 1), requests, range(level, level + 1), width, states.shape[1])
-            tokens, log_probs = (x.view(batch, -1, width) for x in (ranked.tokens, ranked.log_probs))
-            frontier = growth.start(tokens[:, 0], log_probs[:, 0]) if level == 1 else growth.expand(tokens, log_probs)
-            if level < depth:
-                ranks = frontier.parent_ranks
-                parent_states = states.gather(1, ranks[:, :, None].expand(-1, -1, states.shape[2]))
-                states = levels.step(parent_states, frontier.tokens, ranks)  # [B, E, S]
+        graphs.record(on_progress)
+        self.graphs = graphs
 
-    def _grow_product(self, growth: TreeGrowth | StaticGrowth, requests: list[DraftRequest], depth: int) -> None:
-        """All levels from one call: a level's candidates are the same under every node of the level above."""
-        states = torch.stack([_state_of(request) for request in requests])
-        widths = [growth.num_candidates(level) for level in range(1, depth + 1)]
-        ranked = self._rank(states, requests, range(1, depth + 1), max(widths), 1)
-        tokens, log_probs = (x.view(len(requests), depth, -1) for x in (ranked.tokens, ranked.log_probs))
-        frontier = growth.start(tokens[:, 0, : widths[0]], log_probs[:, 0, : widths[0]])
-        for level in range(1, depth):
-            shape = (-1, frontier.tokens.shape[1], widths[level])
-            frontier = growth.expand(
-                tokens[:, level, None, : widths[level]].expand(shape),
-                log_probs[:, level, None, : widths[level]].expand(shape),
-            )
+    def _inputs(self, requests: list[DraftRequest]) -> DraftInputs:
+        covered = [request.num_covered for request in requests]
+        return DraftInputs(
+            states=stacked_states([request.state for request in requests]),
+            covered=torch.tensor(covered, device=self.device),
+            page_table=page_table([request.pages for request in requests]),
+            max_covered=max(covered),
+        )
 
-    def _rank(
-        self, states: Tensor, requests: list[DraftRequest], levels: range, width: int, rows_each: int
-    ) -> Candidates:
-        """Candidates at `levels` below the roots, from `rows_each` states per request."""
+
+@dataclass(frozen=True, slots=True)
+class HostRankers:
+    """`Rankers` that know each request's sampling on the host."""
+
+    requests: list[DraftRequest]
+    shares_noise: bool
+
+    def __call__(self, levels: range, rows_each: int, width: int) -> Ranker:
+        params = [request.sampling if self.shares_noise else SamplingParams() for request in self.requests]
         rows = RowSampling(
-            params=[self._ranking_params(request) for request in requests for _ in range(rows_each * len(levels))],
+            params=[each for each in params for _ in range(rows_each * len(levels))],
             positions=[
-                request.num_covered + level for request in requests for _ in range(rows_each) for level in levels
+                request.num_covered + level for request in self.requests for _ in range(rows_each) for level in levels
             ],
         )
-        return self.head.candidates(states, levels, NoiseRanker(rows, width))
-
-    def _ranking_params(self, request: DraftRequest) -> SamplingParams:
-        return request.sampling if self._shares_noise else SamplingParams()
-
-
-def _state_of(request: DraftRequest) -> Tensor:
-    if request.state is None:
-        raise RuntimeError("a request cannot draft before its prompt is through")
-    return request.state
+        return NoiseRanker(rows, width)

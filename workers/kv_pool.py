@@ -3,7 +3,7 @@
 Target and drafter each own a pool; the page numbers and slots are the same on both sides, so a page granted, moved or
 freed means the same token positions everywhere.
 
-Letters: S slots, Hkv heads, D head dim, Dv head dim of the values.
+Letters: S slots, Hkv heads, D head dim, Dv head dim of the values, B requests, P pages of a request.
 """
 
 from __future__ import annotations
@@ -12,6 +12,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from eyas.kernels.attention_backend import AttentionGeometry
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +26,13 @@ class PoolLayout:
 
     @property
     def num_slots(self) -> int:
+        """Slots of the pages that the router hands out."""
         return self.num_pages * self.page_size
+
+    @property
+    def scratch_page(self) -> int:
+        """One page more, never handed out: padding rows of a recorded graph write there."""
+        return self.num_pages
 
     def slots_of(self, pages: list[int]) -> Tensor:
         """Slots of the given pages in text order, int64 `[len(pages) * page_size]`."""
@@ -39,6 +48,7 @@ class KVPool:
 
     Attributes:
         blocks: `[2 * layers, S, Hkv, D]`, or `[layers, S, Hkv, D]` and `[layers, S, Hkv, Dv]`; what `compact` moves.
+            S counts the scratch page's slots too.
         keys, values: each layer's view of them, `[S, Hkv, D]` and `[S, Hkv, Dv]`.
     """
 
@@ -49,7 +59,8 @@ class KVPool:
         self.layout = layout
 
         def block(count: int, width: int) -> Tensor:
-            return torch.zeros((count, layout.num_slots, num_kv_heads, width), dtype=dtype, device=device)
+            num_slots = layout.num_slots + layout.page_size
+            return torch.zeros((count, num_slots, num_kv_heads, width), dtype=dtype, device=device)
 
         self.blocks: tuple[Tensor, ...]
         if value_head_dim is None or value_head_dim == head_dim:
@@ -65,6 +76,19 @@ class KVPool:
         """Keys of every layer, then values of every layer."""
         return [*self.keys, *self.values]
 
+    def geometry(self, num_heads: int) -> AttentionGeometry:
+        """What attention of `num_heads` query heads over this pool looks like."""
+        keys, values = self.keys[0], self.values[0]
+        return AttentionGeometry(
+            num_heads=num_heads,
+            num_kv_heads=keys.shape[1],
+            head_dim=keys.shape[2],
+            value_head_dim=values.shape[2],
+            page_size=self.layout.page_size,
+            dtype=keys.dtype,
+            device=keys.device,
+        )
+
     def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """Store rows `[T, Hkv, D]` and `[T, Hkv, Dv]` at `slots [T]`."""
         self.keys[layer].index_copy_(0, slots, keys)
@@ -72,17 +96,27 @@ class KVPool:
 
 
 class PageTable:
-    """One request's pages as slots in text order; grows by whole pages."""
+    """One request's pages as slots in text order; grows by whole pages.
+
+    Attributes:
+        page_ids, pages: the pages, on the host and int32 on the device.
+    """
 
     def __init__(self, layout: PoolLayout, device: torch.device) -> None:
         self._layout = layout
         self._device = device
         self.slots = torch.empty(0, dtype=torch.int64, device=device)
-        self.num_pages = 0
+        self.page_ids: list[int] = []
+        self.pages = torch.empty(0, dtype=torch.int32, device=device)
+
+    @property
+    def num_pages(self) -> int:
+        return len(self.page_ids)
 
     def append(self, pages: list[int]) -> None:
+        self.page_ids += pages
         self.slots = torch.cat([self.slots, self._layout.slots_of(pages).to(self._device)])
-        self.num_pages += len(pages)
+        self.pages = torch.cat([self.pages, torch.tensor(pages, dtype=torch.int32, device=self._device)])
 
     def range(self, start: int, stop: int) -> Tensor:
         """Slots of positions `start` to `stop - 1`.
@@ -93,3 +127,10 @@ class PageTable:
         if stop > self.slots.numel():
             raise RuntimeError(f"position {stop - 1} lies beyond the {self.slots.numel()} slots granted to the request")
         return self.slots[start:stop]
+
+
+def page_table(tables: list[PageTable]) -> Tensor:
+    """Pages of a batch of requests, int32 `[B, P]`; rows are padded with page 0."""
+    if len(tables) == 1:
+        return tables[0].pages[None]
+    return pad_sequence([table.pages for table in tables], batch_first=True)

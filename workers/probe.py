@@ -19,9 +19,9 @@ from eyas.models.attention import Attention, no_attention
 from eyas.models.head import DraftHead
 from eyas.workers.kv_pool import KVPool, PoolLayout
 from eyas.workers.messages import DecodeItem, NewRequest, PrefillChunk, StepPlan
+from eyas.workers.paged_attention import text_attention
 from eyas.workers.sampler import NoiseRanker, RowSampling
 from eyas.workers.sampling import SamplingParams
-from eyas.workers.segments import PagedAttention, causal_segment
 from eyas.workers.target import TargetRunner
 
 PROBE_TOKENS = 32  # per prompt; eight prompts give a few hundred, which tells a tenth from a half
@@ -145,12 +145,10 @@ def _own_attention(head: DraftHead, num_rows: int) -> Attention:
     if cache is None:
         return no_attention
     pool = KVPool(
-        PoolLayout(1, num_rows), cache.num_layers, cache.num_kv_heads, cache.head_dim, head.dtype, head.device,
+        PoolLayout(num_rows, 1), cache.num_layers, cache.num_kv_heads, cache.head_dim, head.dtype, head.device,
         value_head_dim=cache.value_head_dim,
     )  # fmt: skip
-    slots = torch.arange(num_rows, device=head.device)
-    segment = causal_segment(slots, slots, 0, cache.group, head.dtype)
-    return PagedAttention(pool, slots, [segment])
+    return text_attention(pool, cache.num_heads, torch.arange(num_rows, device=head.device))
 
 
 def probe_head(

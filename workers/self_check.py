@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from eyas.kernels.build import ancestor_mask, full_mask, node_depths, node_positions
-from eyas.kernels.tree import pad_trees
+from eyas.kernels.kernel_set import REFERENCE_KERNELS
+from eyas.kernels.reference_attention import ReferenceAttention
 from eyas.models.decoder import Decoder
 from eyas.models.transformers_decoder import (
     NUM_CHECKED_TOKENS,
@@ -20,7 +20,8 @@ from eyas.models.transformers_decoder import (
     TransformersDecoder,
 )
 from eyas.workers.kv_pool import KVPool, PoolLayout
-from eyas.workers.segments import PagedAttention, Segment, causal_segment, tree_key_positions
+from eyas.workers.paged_attention import AttentionGroup, PagedAttention, text_attention
+from eyas.workers.tree_batch import TreeBatch
 
 # Norm of the difference over the norm of the logits. Another order of summation gives 2e-6 in float32 and 3e-2 in
 # bfloat16 over 30 layers; a wrong mask, position or state gives more than 1e-1.
@@ -62,7 +63,6 @@ def check_target(decoder: Decoder) -> None:
 def _paged_logits(decoder: TransformersDecoder, token_ids: Tensor) -> Tensor:
     """Logits of the shared tokens, then of both branches' tokens level by level."""
     config, device = decoder.config, decoder.device
-    group = config.num_heads // config.num_kv_heads
     prompt = token_ids[0, : NUM_SHARED_TOKENS - 1]
     tree_tokens = torch.cat([token_ids[0, NUM_SHARED_TOKENS - 1 : NUM_SHARED_TOKENS],
                              token_ids[:, NUM_SHARED_TOKENS:].T.reshape(-1)])  # fmt: skip
@@ -72,17 +72,14 @@ def _paged_logits(decoder: TransformersDecoder, token_ids: Tensor) -> Tensor:
         config.value_head_dim,
     )  # fmt: skip
     slots = torch.arange(num_slots, device=device).flip(0)
-    rows = torch.arange(num_slots, device=device)
-    chunk = causal_segment(rows[:num_prompt], slots[:num_prompt], 0, group, decoder.dtype)
-    first = decoder(prompt, rows[:num_prompt], PagedAttention(pool, slots[:num_prompt], [chunk])).hidden
+    positions = torch.arange(num_prompt, device=device)
+    first = decoder(prompt, positions, text_attention(pool, config.num_heads, slots[:num_prompt])).hidden
 
-    trees = pad_trees([(tree_tokens.tolist(), _PARENTS)])
-    committed, depths = torch.tensor([num_prompt]), node_depths(trees)
-    mask = full_mask(ancestor_mask(trees), committed, trees.num_nodes).to(device)
-    positions = node_positions(depths, committed).to(device)
-    segment = Segment.build(
-        rows[None, : tree_tokens.numel()], None, slots[None], mask, group, decoder.dtype,
-        query_positions=positions, key_positions=tree_key_positions(depths, committed, num_slots).to(device),
-    )  # fmt: skip
-    second = decoder(tree_tokens, positions[0], PagedAttention(pool, slots[num_prompt:], [segment])).hidden
+    backend = ReferenceAttention(pool.geometry(config.num_heads))
+    batch = TreeBatch.build(
+        [(tree_tokens.tolist(), _PARENTS)], [num_prompt], backend.mask_encoding, device, REFERENCE_KERNELS
+    )
+    attend = backend.plan(batch.paged_rows(slots[None].to(torch.int32), has_windows=True))
+    attention = PagedAttention(pool, slots[num_prompt:], [AttentionGroup(tree_tokens.numel(), attend)])
+    second = decoder(tree_tokens, batch.layout.positions[0], attention).hidden
     return torch.cat([decoder.logits(first), decoder.logits(second)])

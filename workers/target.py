@@ -8,22 +8,28 @@ Letters: T rows of the step, B decoding requests, N nodes.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from eyas.kernels.build import ancestor_mask, full_mask, node_positions
-from eyas.kernels.compact import compact
-from eyas.kernels.verify import AcceptedPaths, verify_walk
+from eyas.kernels.verify import AcceptedPaths
 from eyas.models.decoder import Decoder
-from eyas.workers.kv_pool import KVPool, PageTable, PoolLayout
-from eyas.workers.messages import AcceptedRun, StepPlan
+from eyas.workers.buckets import GraphLimits
+from eyas.workers.graphs import Recorder, no_progress
+from eyas.workers.kv_pool import KVPool, PageTable, PoolLayout, page_table
+from eyas.workers.messages import AcceptedRun, DecodeItem, StepPlan
+from eyas.workers.paged_attention import AttentionGroup, PagedAttention, causal_rows
 from eyas.workers.sampler import RowSampling, choose_tokens
 from eyas.workers.sampling import SamplingParams
-from eyas.workers.segments import PagedAttention, Segment, causal_segment, tree_key_positions
+from eyas.workers.step_backends import StepBackends
 from eyas.workers.tree_batch import TreeBatch
+from eyas.workers.tree_verification import TreeVerification
+from eyas.workers.verify_graphs import VerifyGraphs, VerifyRequest
+
+_NOT_FINITE = "the model produced logits that are not finite (NaN or infinity)"
 
 
 @dataclass(slots=True)
@@ -65,7 +71,7 @@ class _StepRows:
     token_ids: list[int] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
     slots: list[Tensor] = field(default_factory=list)
-    segments: list[Segment] = field(default_factory=list)
+    groups: list[AttentionGroup] = field(default_factory=list)
 
     def add(self, token_ids: list[int], positions: list[int], slots: Tensor) -> int:
         """Append rows and return the first one's index."""
@@ -79,11 +85,15 @@ class _StepRows:
 class TargetRunner:
     """Executes step plans on one rank."""
 
-    def __init__(self, model: Decoder, layout: PoolLayout, capture: tuple[int, ...]) -> None:
+    def __init__(
+        self, model: Decoder, layout: PoolLayout, capture: tuple[int, ...], backends: StepBackends | None = None
+    ) -> None:
         """Args:
         capture: states to publish for the draft head, see `Decoder`; empty without speculation.
+        backends: None computes with the reference.
         """
         config = model.config
+        backends = backends or StepBackends()
         self.model = model
         self.device = model.device
         self.dtype = model.dtype
@@ -93,13 +103,28 @@ class TargetRunner:
         self.pool = KVPool(
             layout, config.num_layers, kv_heads, config.head_dim, self.dtype, self.device, config.value_head_dim
         )
-        self._group = config.num_heads // config.num_kv_heads
+        self.kernels = backends.kernels
+        self.attention = backends.attention(self.pool.geometry(config.num_heads // model.parallel.size))
+        self.graphs: VerifyGraphs | None = None
         self._requests: dict[int, TargetRequest] = {}
 
     @property
     def num_granted_pages(self) -> int:
         """Pages held by live requests, for leak checks."""
         return sum(request.pages.num_pages for request in self._requests.values())
+
+    @torch.inference_mode()
+    def record_graphs(
+        self, limits: GraphLimits, recorder: Recorder, on_progress: Callable[[int, int], None] = no_progress
+    ) -> None:
+        """Record the decode steps within `limits`; from then on steps without prompt chunks are replayed.
+
+        Call it when `capture` is settled. All ranks must call it alike.
+        """
+        verification = TreeVerification(self.model, self.pool, self.attention, self.kernels, limits.draft_depth)
+        graphs = VerifyGraphs(verification, self.capture, limits, recorder)
+        graphs.record(on_progress)
+        self.graphs = graphs
 
     @torch.inference_mode()
     def step(self, plan: StepPlan, trees: dict[int, tuple[list[int], list[int]]]) -> VerifiedStep:
@@ -111,13 +136,15 @@ class TargetRunner:
         self._update_requests(plan)
         if not plan.decode and not plan.prefill:
             return VerifiedStep(runs=[], features=None, errors={})
+        if self.graphs is not None and not plan.prefill:
+            return self._replay(self.graphs, plan.decode, trees)
         rows = _StepRows()
         batch = self._add_trees(plan, trees, rows) if plan.decode else None
-        chunk_rows = [self._add_chunk(chunk.request_id, chunk.length, rows) for chunk in plan.prefill]
+        chunk_rows = self._add_chunks(plan, rows) if plan.prefill else []
         output = self.model(
             torch.tensor(rows.token_ids, device=self.device),
             torch.tensor(rows.positions, device=self.device),
-            PagedAttention(self.pool, torch.cat(rows.slots), rows.segments),
+            PagedAttention(self.pool, torch.cat(rows.slots), rows.groups, self.kernels.fused),
             self.capture,
         )
         runs: list[AcceptedRun] = []
@@ -126,8 +153,8 @@ class TargetRunner:
         scored = self._scored_rows(plan, batch, chunk_rows)
         chosen = self._choose(output.hidden, scored, errors)
         if batch is not None:
-            accepted = verify_walk(
-                batch.trees, batch.links, chosen[: batch.num_rows][batch.row_index], plan.draft_depth
+            accepted = self.kernels.verify_walk(
+                batch.trees, batch.layout.links, chosen[: batch.num_rows][batch.row_index], plan.draft_depth
             )
             for index, item in enumerate(plan.decode):
                 runs.append(self._commit_path(item.request_id, batch, accepted, index))
@@ -155,47 +182,60 @@ class TargetRunner:
         for request_id, pages in plan.new_pages.items():
             self._requests[request_id].pages.append(pages)
 
-    def _add_trees(self, plan: StepPlan, trees: dict[int, tuple[list[int], list[int]]], rows: _StepRows) -> TreeBatch:
-        """Lay out the trees of all decoding requests as the first rows of the step and as one padded segment."""
-        requests = [self._requests[item.request_id] for item in plan.decode]
-        drafted = [
-            trees.get(item.request_id) or ([_root_of(request)], [-1])
-            for item, request in zip(plan.decode, requests, strict=True)
-        ]
-        batch = TreeBatch.build(drafted, [request.num_committed for request in requests], self.device)
-        max_keys = max(
-            request.num_committed + len(tokens) for request, (tokens, _) in zip(requests, drafted, strict=True)
-        )
-        key_slots = []
-        for index, (request, (tokens, _)) in enumerate(zip(requests, drafted, strict=True)):
-            committed, count = request.num_committed, len(tokens)
-            positions = [committed + depth for depth in batch.depths[index][:count]]
-            slots = request.pages.range(0, committed + count)
-            rows.add(tokens, positions, slots[committed:])
-            key_slots.append(torch.nn.functional.pad(slots, (0, max_keys - slots.numel()), value=int(slots[0])))
-        mask = full_mask(ancestor_mask(batch.trees), batch.committed, batch.trees.num_nodes)
-        is_real = None if batch.is_uniform else batch.is_real
-        query_positions = key_positions = None
-        if not self.model.config.is_native:  # native layers have no windows, the only readers of positions
-            depths = torch.tensor(batch.depths, device=self.device)
-            query_positions = node_positions(depths, batch.committed)
-            key_positions = tree_key_positions(depths, batch.committed, max_keys)
-        segment = Segment.build(
-            batch.row_index, is_real, torch.stack(key_slots), mask, self._group, self.dtype,
-            query_positions=query_positions, key_positions=key_positions,
+    def _replay(
+        self, graphs: VerifyGraphs, decode: list[DecodeItem], trees: dict[int, tuple[list[int], list[int]]]
+    ) -> VerifiedStep:
+        """The step of decoding requests alone, from a recorded graph."""
+        requests = [self._requests[item.request_id] for item in decode]
+        outcome = graphs.verify(
+            [
+                VerifyRequest(
+                    item.request_id, *_tree_of(item, request, trees), request.num_committed, request.pages,
+                    request.sampling,
+                )
+                for item, request in zip(decode, requests, strict=True)
+            ]
         )  # fmt: skip
-        rows.segments.append(segment)
+        runs = []
+        for item, request, tokens in zip(decode, requests, outcome.tokens, strict=True):
+            runs.append(AcceptedRun(item.request_id, request.num_committed, len(tokens), tokens))
+            request.num_committed += len(tokens)
+            request.root = tokens[-1]
+        errors = {decode[row].request_id: _NOT_FINITE for row in outcome.not_finite}
+        return VerifiedStep(runs, outcome.features, errors)
+
+    def _add_trees(self, plan: StepPlan, trees: dict[int, tuple[list[int], list[int]]], rows: _StepRows) -> TreeBatch:
+        """Lay out the trees of all decoding requests as the first rows of the step and as one group."""
+        requests = [self._requests[item.request_id] for item in plan.decode]
+        drafted = [_tree_of(item, request, trees) for item, request in zip(plan.decode, requests, strict=True)]
+        batch = TreeBatch.build(
+            drafted, [request.num_committed for request in requests], self.attention.mask_encoding, self.device,
+            self.kernels,
+        )  # fmt: skip
+        for request, (tokens, _), next_positions in zip(requests, drafted, batch.token_positions, strict=True):
+            committed, positions = request.num_committed, [position - 1 for position in next_positions]
+            rows.add(tokens, positions, request.pages.range(committed, committed + len(tokens)))
+        # Native layers have no windows, the only readers of positions.
+        paged_rows = batch.paged_rows(
+            page_table([request.pages for request in requests]), not self.model.config.is_native
+        )
+        rows.groups.append(AttentionGroup(batch.num_rows, self.attention.plan(paged_rows)))
         return batch
 
-    def _add_chunk(self, request_id: int, length: int, rows: _StepRows) -> int:
-        """Lay out the next prompt rows of a request; returns the first row."""
-        request = self._requests[request_id]
-        start, stop = request.num_committed, request.num_committed + length
-        slots = request.pages.range(0, stop)
-        first = rows.add(request.prompt_ids[start:stop], list(range(start, stop)), slots[start:])
-        row_index = torch.arange(first, first + length, device=self.device)
-        rows.segments.append(causal_segment(row_index, slots, start, self._group, self.dtype))
-        return first
+    def _add_chunks(self, plan: StepPlan, rows: _StepRows) -> list[int]:
+        """Lay out the next prompt rows of every prefilling request as one group; returns each chunk's first row."""
+        firsts, starts, lengths, tables = [], [], [], []
+        for chunk in plan.prefill:
+            request = self._requests[chunk.request_id]
+            start, stop = request.num_committed, request.num_committed + chunk.length
+            slots = request.pages.range(start, stop)
+            firsts.append(rows.add(request.prompt_ids[start:stop], list(range(start, stop)), slots))
+            starts.append(start)
+            lengths.append(chunk.length)
+            tables.append(request.pages)
+        attend = self.attention.plan(causal_rows(starts, lengths, page_table(tables)))
+        rows.groups.append(AttentionGroup(sum(lengths), attend))
+        return firsts
 
     def _ends_prompt(self, request_id: int, length: int) -> bool:
         request = self._requests[request_id]
@@ -209,10 +249,9 @@ class TargetRunner:
         if batch is not None:
             index += range(batch.num_rows)
             for row, item in enumerate(plan.decode):
-                count = int(batch.trees.num_nodes[row])
-                owners += [item.request_id] * count
-                committed = self._requests[item.request_id].num_committed
-                positions += [committed + depth + 1 for depth in batch.depths[row][:count]]
+                own = batch.token_positions[row]
+                owners += [item.request_id] * len(own)
+                positions += own
         for chunk, first in zip(plan.prefill, chunk_rows, strict=True):
             if self._ends_prompt(chunk.request_id, chunk.length):
                 index.append(first + chunk.length - 1)
@@ -235,7 +274,7 @@ class TargetRunner:
             is_finite = torch.isfinite(best.values)
             if not bool(is_finite.all()):
                 for row in (~is_finite).nonzero().flatten().tolist():
-                    errors[scored.owners[row]] = "the model produced logits that are not finite (NaN or infinity)"
+                    errors[scored.owners[row]] = _NOT_FINITE
                 logits = logits.nan_to_num(0.0)
             params = [self._requests[owner].sampling for owner in scored.owners]
             if any(each.temperature > 0 for each in params):
@@ -258,12 +297,12 @@ class TargetRunner:
         for row, run in enumerate(runs):
             pages = self._requests[run.request_id].pages
             path = accepted.path[row, : run.num_committed]
-            block = pages.range(run.start, run.start + int(batch.trees.num_nodes[row]))
+            block = pages.range(run.start, run.start + len(batch.token_positions[row]))
             sources.append(block[path])
             destinations.append(block[: run.num_committed])
         source_slots, destination_slots = torch.cat(sources), torch.cat(destinations)
         for block in self.pool.blocks:
-            compact(block, source_slots, destination_slots)
+            self.kernels.compact(block, source_slots, destination_slots)
 
     def _commit_chunk(self, request_id: int, length: int, chosen: Tensor, scored: int | None) -> AcceptedRun:
         """Commit prompt rows; `scored` is the index in `chosen` of the prompt's last row, None before the end."""
@@ -285,7 +324,13 @@ class _ScoredRows:
     positions: list[int]
 
 
-def _root_of(request: TargetRequest) -> int:
+def _tree_of(
+    item: DecodeItem, request: TargetRequest, trees: dict[int, tuple[list[int], list[int]]]
+) -> tuple[list[int], list[int]]:
+    """Tokens and parents of a request's tree; the root alone where none was drafted."""
+    drafted = trees.get(item.request_id)
+    if drafted is not None:
+        return drafted
     if request.root is None:
         raise RuntimeError("a request cannot decode before its prompt is through")
-    return request.root
+    return [request.root], [-1]

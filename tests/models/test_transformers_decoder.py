@@ -12,18 +12,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from eyas.kernels.build import ancestor_mask, full_mask, node_depths, node_positions
-from eyas.kernels.tree import pad_trees
+from eyas.kernels.kernel_set import REFERENCE_KERNELS
+from eyas.kernels.reference_attention import ReferenceAttention
 from eyas.models.decoder import Decoder
 from eyas.models.parallel import TensorParallel
 from eyas.models.target_loading import load_target_decoder
 from eyas.models.transformers_decoder import TransformersDecoder
-from eyas.workers.kv_pool import KVPool, PageTable, PoolLayout
+from eyas.workers.kv_pool import KVPool, PageTable, PoolLayout, page_table
 from eyas.workers.messages import DecodeItem, NewRequest, PrefillChunk, StepPlan
+from eyas.workers.paged_attention import AttentionGroup, PagedAttention, causal_rows
 from eyas.workers.sampling import SamplingParams
-from eyas.workers.segments import PagedAttention, Segment, causal_segment, tree_key_positions
 from eyas.workers.self_check import check_target
 from eyas.workers.target import TargetRunner
+from eyas.workers.tree_batch import TreeBatch
 
 if TYPE_CHECKING:
     from tests.conftest import TinyModels
@@ -122,30 +123,25 @@ class PagedText:
             block.copy_(torch.randn(block.shape, generator=torch.Generator().manual_seed(5)))
         self.pages = PageTable(layout, CPU)
         self.pages.append(random.Random(0).sample(range(num_pages), num_pages))
-        self.group = config.num_heads // config.num_kv_heads
+        self.backend = ReferenceAttention(self.pool.geometry(config.num_heads))
 
     def chain(self, token_ids: Tensor, start: int, capture: tuple[int, ...] = ()) -> tuple[Tensor, Tensor | None]:
         """Logits and features of consecutive rows."""
         stop = start + token_ids.numel()
-        slots = self.pages.range(0, stop)
-        segment = causal_segment(torch.arange(token_ids.numel()), slots, start, self.group, torch.float32)
-        attention = PagedAttention(self.pool, slots[start:], [segment])
+        attend = self.backend.plan(causal_rows([start], [token_ids.numel()], page_table([self.pages])))
+        slots = self.pages.range(start, stop)
+        attention = PagedAttention(self.pool, slots, [AttentionGroup(token_ids.numel(), attend)])
         output = self.decoder(token_ids, torch.arange(start, stop), attention, capture)
         return self.decoder.logits(output.hidden), output.features
 
     def tree(self, tree: tuple[list[int], list[int]], start: int) -> Tensor:
         """Logits of every node of a tree whose root stands at position `start`."""
-        trees = pad_trees([tree])
-        committed, depths = torch.tensor([start]), node_depths(trees)
-        slots = self.pages.range(0, start + trees.max_nodes)
-        positions = node_positions(depths, committed)
-        segment = Segment.build(
-            torch.arange(trees.max_nodes)[None], None, slots[None],
-            full_mask(ancestor_mask(trees), committed, trees.num_nodes), self.group, torch.float32,
-            query_positions=positions, key_positions=tree_key_positions(depths, committed, slots.numel()),
-        )  # fmt: skip
-        attention = PagedAttention(self.pool, slots[start:], [segment])
-        return self.decoder.logits(self.decoder(trees.tokens[0], positions[0], attention).hidden)
+        batch = TreeBatch.build([tree], [start], self.backend.mask_encoding, CPU, REFERENCE_KERNELS)
+        attend = self.backend.plan(batch.paged_rows(page_table([self.pages]), has_windows=True))
+        slots = self.pages.range(start, start + batch.num_rows)
+        attention = PagedAttention(self.pool, slots, [AttentionGroup(batch.num_rows, attend)])
+        positions = batch.layout.positions[0]
+        return self.decoder.logits(self.decoder(batch.trees.tokens[0], positions, attention).hidden)
 
 
 def path_to(node: int, parents: list[int]) -> list[int]:

@@ -80,9 +80,9 @@ class Models:
 
     def recompute(self, token_ids: list[int], root: int) -> Recomputed:
         """For the committed `token_ids`, whose next token is `root`."""
-        layout = PoolLayout(num_pages=1, page_size=len(token_ids))
+        layout = PoolLayout(num_pages=len(token_ids), page_size=1)
         request = NewRequest(0, token_ids, SamplingParams())
-        plan = StepPlan(1, [request], {0: [0]}, prefill=[PrefillChunk(0, len(token_ids))])
+        plan = StepPlan(1, [request], {0: list(range(len(token_ids)))}, prefill=[PrefillChunk(0, len(token_ids))])
         target, drafter = self.target_runner(layout), DraftRunner(self.random_head, layout)
         features = target.step(plan, {}).features
         assert features is not None

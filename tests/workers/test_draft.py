@@ -198,7 +198,7 @@ def test_chunked_prompt_equals_whole(chunks: list[int], models: Models, jobs: li
     slots = LAYOUT.slots_of([5, 3, 8, 4])
     expected = models.recompute(job.prompt_ids, root).draft_pool
     for cache, reference in zip(runner.pool.caches, expected.caches, strict=True):
-        torch.testing.assert_close(cache[slots], reference, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(cache[slots], reference[: len(slots)], rtol=1e-5, atol=1e-5)
 
 
 def decode_plan(*request_ids: int, num_nodes: int = 8, width: int = 3, draft_depth: int = 3) -> StepPlan:

@@ -36,7 +36,7 @@ def test_both_sides_share_layout_and_layers(tiny_models: TinyModels) -> None:
     assert drafter is not None
     assert runner.capture == spec.capture() == drafter.head.config.aux_layers == (2, 3, 4)
     assert runner.layout == drafter.layout == spec.layout == PoolLayout(8, 16)
-    assert runner.pool.keys[0].shape[0] == drafter.pool.keys[0].shape[0] == 128
+    assert runner.pool.keys[0].shape[0] == drafter.pool.keys[0].shape[0] == 9 * 16
     assert runner.dtype == drafter.dtype == torch.float32
 
 

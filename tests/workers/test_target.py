@@ -147,7 +147,7 @@ def test_right_drafts_are_accepted(
             for cache, reference in zip(
                 generation.workers.target.pool.caches, expected.target_pool.caches, strict=True
             ):
-                torch.testing.assert_close(cache[slots], reference, rtol=TOLERANCE, atol=TOLERANCE)
+                torch.testing.assert_close(cache[slots], reference[: len(slots)], rtol=TOLERANCE, atol=TOLERANCE)
             features = torch.cat(prophet.features[request_id])
             torch.testing.assert_close(features, expected.features, rtol=TOLERANCE, atol=TOLERANCE)
     texts = [running.emitted[: running.job.max_tokens] for running in generation.requests.values()]
