@@ -1,6 +1,15 @@
 """What a verify pass needs to know about a batch of draft trees: depths, positions, links, ancestor masks.
 
-Letters: B requests, N nodes, L keys (committed prefix plus tree block, padded).
+The encodings of the mask differ in the bytes a step writes. For B requests of N nodes over prefixes of P tokens, and at
+256 requests of 8 nodes over 32768 tokens:
+
+    FULL       B * N * (P + N)              67 MB
+    TREE_ONLY  B * N * N                    16 KB
+    PACKED     B * N * W * (1, 2, 4 or 8)    2 KB
+
+Only FULL grows with the context, and it is written only for a backend that declares it.
+
+Letters: B requests, N nodes, L keys (committed prefix plus tree block, padded), W words.
 """
 
 from __future__ import annotations
@@ -11,7 +20,9 @@ from enum import StrEnum
 import torch
 from torch import Tensor
 
-from eyas.kernels.tree import DraftTrees
+from eyas.kernels.tree import PADDING_PARENT, ROOT_PARENT, DraftTrees
+
+WORD_BITS = 64
 
 
 class MaskEncoding(StrEnum):
@@ -19,7 +30,7 @@ class MaskEncoding(StrEnum):
 
     FULL = "full"  # bool [B, N, L]: prefix columns and tree columns
     TREE_ONLY = "tree_only"  # bool [B, N, N]
-    PACKED = "packed"  # one bit per node in the narrowest unsigned integer, [B, N]
+    PACKED = "packed"  # one bit per node in the narrowest unsigned integer, [B, N, W]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +39,70 @@ class TreeLinks:
 
     first_child: Tensor
     next_sibling: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class TreeLayout:
+    """A batch of trees as a verify pass reads it.
+
+    Args:
+        positions: text position of every node, that of the root in padding, int64 `[B, N]`.
+        mask: ancestors of every node in the encoding asked for; see `MaskEncoding`.
+        links: children of every node.
+        is_tree: bool `[B]`; False where a row's parents describe no tree. Such a row is laid out as padding.
+    """
+
+    positions: Tensor
+    mask: Tensor
+    links: TreeLinks
+    is_tree: Tensor
+
+
+def build_layout(
+    parents: Tensor,
+    num_nodes: Tensor,
+    committed_lengths: Tensor,
+    encoding: MaskEncoding,
+    max_keys: int | None = None,
+) -> TreeLayout:
+    """Lay out a batch of trees that nobody has validated on the host.
+
+    A row is a tree when node 0 has parent -1, every further node an earlier one, and padding -2. A missing or later
+    parent is refused through `is_tree`, never treated as the root.
+
+    Args:
+        parents: as in `DraftTrees`, int64 `[B, N]`.
+        num_nodes: int64 `[B]`; 0 makes a padding request.
+        committed_lengths: int64 `[B]`.
+        max_keys: columns of a FULL mask, at least committed length + nodes of every request; only FULL takes it.
+
+    Raises:
+        ValueError: when `max_keys` is missing for FULL or given for another encoding.
+    """
+    check_max_keys(encoding, max_keys)
+    nodes = torch.arange(parents.shape[1], device=parents.device)
+    is_real = nodes < num_nodes[:, None]
+    is_earlier = torch.where(nodes > 0, (parents >= 0) & (parents < nodes), parents == ROOT_PARENT)
+    is_tree = torch.where(is_real, is_earlier, parents == PADDING_PARENT).all(dim=1)
+    is_tree &= (num_nodes >= 0) & (num_nodes <= parents.shape[1])
+    trees = DraftTrees(
+        tokens=torch.zeros_like(parents),
+        parents=torch.where(is_tree[:, None], parents, PADDING_PARENT),
+        num_nodes=torch.where(is_tree, num_nodes, 0),
+    )
+    mask = ancestor_mask(trees)
+    if encoding is MaskEncoding.FULL:
+        mask = full_mask(mask, committed_lengths, trees.num_nodes, max_keys)
+    elif encoding is MaskEncoding.PACKED:
+        mask = packed_mask(mask)
+    positions = node_positions(node_depths(trees), committed_lengths)
+    return TreeLayout(positions, mask, tree_links(trees), is_tree)
+
+
+def check_max_keys(encoding: MaskEncoding, max_keys: int | None) -> None:
+    """Raise `ValueError` unless a number of columns is given for FULL, and for FULL alone."""
+    if (encoding is MaskEncoding.FULL) != (max_keys is not None):
+        raise ValueError(f"a {encoding} mask {'needs' if max_keys is None else 'has no'} max_keys, got {max_keys}")
 
 
 def node_depths(trees: DraftTrees) -> Tensor:
@@ -58,13 +133,17 @@ def ancestor_mask(trees: DraftTrees) -> Tensor:
     return mask
 
 
-def full_mask(tree_mask: Tensor, committed_lengths: Tensor, num_nodes: Tensor) -> Tensor:
-    """FULL mask, bool `[B, N, L]` with L = max(committed + nodes): the whole prefix, then the ancestors.
+def full_mask(tree_mask: Tensor, committed_lengths: Tensor, num_nodes: Tensor, max_keys: int | None = None) -> Tensor:
+    """FULL mask, bool `[B, N, L]` with L = max_keys: the whole prefix, then the ancestors.
 
     Padding rows see the root's columns, never an empty row (softmax of nothing is NaN).
+
+    Args:
+        max_keys: None means the most that any request has, committed + nodes.
     """
     batch, max_nodes, _ = tree_mask.shape
-    max_keys = int((committed_lengths + num_nodes).max())
+    if max_keys is None:
+        max_keys = int((committed_lengths + num_nodes).max())
     columns = torch.arange(max_keys, device=tree_mask.device)
     in_prefix = columns < committed_lengths[:, None]  # [B, L]
     tree_column = columns - committed_lengths[:, None]
@@ -75,26 +154,26 @@ def full_mask(tree_mask: Tensor, committed_lengths: Tensor, num_nodes: Tensor) -
     return in_prefix[:, None, :] | (in_tree[:, None, :] & gathered) | root_column
 
 
-def packed_mask(tree_mask: Tensor) -> Tensor:
-    """PACKED mask `[B, N]`: bit j of row i is `tree_mask[i, j]`, in uint8, uint16, uint32 or uint64.
+def packed_words(num_nodes: int) -> tuple[int, torch.dtype]:
+    """Words per row of a PACKED mask and their type: one word of the narrowest type up to 64 nodes, then of 64 bits."""
+    dtypes = {8: torch.uint8, 16: torch.uint16, 32: torch.uint32}
+    narrow = next((dtype for bits, dtype in dtypes.items() if num_nodes <= bits), torch.uint64)
+    return max(1, -(-num_nodes // WORD_BITS)), narrow
 
-    Raises:
-        ValueError: above 64 nodes, which no integer holds.
-    """
+
+def packed_mask(tree_mask: Tensor) -> Tensor:
+    """PACKED mask `[B, N, W]`: bit j % 64 of word j // 64 of row i is `tree_mask[i, j]`; see `packed_words`."""
     num_nodes = tree_mask.shape[-1]
-    dtypes = {8: torch.uint8, 16: torch.uint16, 32: torch.uint32, 64: torch.uint64}
-    width = next((bits for bits in dtypes if num_nodes <= bits), None)
-    if width is None:
-        raise ValueError(f"a packed mask holds at most 64 nodes, got {num_nodes}; use the tree_only encoding")
-    bits = torch.arange(num_nodes, device=tree_mask.device)
-    words = (tree_mask.to(torch.int64) << bits).sum(dim=-1)  # bit 63 makes it negative; the cast below reinterprets
-    return words.to(dtypes[width])
+    num_words, dtype = packed_words(num_nodes)
+    bits = torch.nn.functional.pad(tree_mask.to(torch.int64), (0, num_words * WORD_BITS - num_nodes))
+    words = bits.view(*bits.shape[:-1], num_words, WORD_BITS) << torch.arange(WORD_BITS, device=tree_mask.device)
+    return words.sum(dim=-1).to(dtype)  # bit 63 makes a sum negative; the cast reinterprets it
 
 
 def unpack_mask(packed: Tensor, num_nodes: int) -> Tensor:
     """Inverse of `packed_mask`, bool `[B, N, N]`."""
-    bits = torch.arange(num_nodes, device=packed.device)
-    return ((packed.to(torch.int64)[..., None] >> bits) & 1).to(torch.bool)
+    bits = torch.arange(WORD_BITS, device=packed.device)
+    return ((packed.to(torch.int64)[..., None] >> bits) & 1).to(torch.bool).flatten(-2)[..., :num_nodes]
 
 
 def tree_links(trees: DraftTrees) -> TreeLinks:

@@ -3,21 +3,23 @@
 Scores are cumulative log-probabilities. The `width` children of each of a level's `width` survivors compete for the
 next level; after the last level every candidate ever scored competes for the node budget.
 
-Ancestor closure holds by construction. Edge log-probabilities are clamped to at most 0 and IEEE addition rounds
-monotonically, so a child's score never exceeds its parent's; candidates are pooled level by level and every sort is
-stable, so equal scores keep (depth, index) order and the ancestor comes first. Any prefix of that order is closed.
+Edge log-probabilities are clamped to at most 0 and IEEE addition rounds monotonically, so a child's score never exceeds
+its parent's; candidates are pooled level by level. `kernels.selection` says why that makes every choice a tree.
 
-Letters: B requests, W width, P pooled candidates, N nodes.
+Letters: B requests, W width, P pooled candidates.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import overload
 
 import torch
 from torch import Tensor
 
-from eyas.kernels.tree import PADDING_PARENT, ROOT_PARENT, DraftTrees
+from eyas.kernels.selection import SelectedTrees, most_nodes, require_closed, select_within
+from eyas.kernels.tree import DraftTrees
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,13 +39,47 @@ class Frontier:
     pool_indices: Tensor
 
 
-class TreeGrowth:
-    """Candidate pool of one draft for a batch. Feed it `start`, then `expand` once per further level, then `finish`."""
+@dataclass(frozen=True, slots=True)
+class GrownLevel:
+    """All candidates of a level, and those that survive.
 
-    def __init__(self, width: int) -> None:
+    Args:
+        scores: float32 `[B, W * W]`, survivor by survivor of the level above.
+        parents: pool index of each candidate's parent, int64 `[B, W * W]`.
+    """
+
+    scores: Tensor
+    parents: Tensor
+    frontier: Frontier
+
+
+@dataclass(frozen=True, slots=True)
+class GrowOperations:
+    """The two steps of growth that have several implementations; neither may wait for the device.
+
+    Args:
+        expand_level: as below.
+        select_within: as in `kernels.selection`.
+    """
+
+    expand_level: Callable[[Frontier, Tensor, Tensor, int], GrownLevel]
+    select_within: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, int], SelectedTrees]
+
+
+class TreeGrowth:
+    """Candidate pool of one draft for a batch. Feed it `start`, then `expand` once per further level, then `finish`.
+
+    With `max_nodes` given to `finish` nothing here reads a value from the device.
+    """
+
+    def __init__(self, width: int, operations: GrowOperations | None = None) -> None:
+        """Args:
+        operations: None means those of this module.
+        """
         if width < 1:
             raise ValueError(f"width must be at least 1, got {width}")
         self.width = width
+        self._operations = operations or REFERENCE_OPERATIONS
         self._tokens: list[Tensor] = []
         self._parents: list[Tensor] = []
         self._scores: list[Tensor] = []
@@ -67,29 +103,33 @@ class TreeGrowth:
         """Pool `[B, W, W]` children (`[:, r]` belong to survivor r) and keep the best `width` as the new survivors."""
         batch, width = self.frontier.tokens.shape
         self._check(tokens, log_probs, (batch, width, width))
-        scores = (self.frontier.scores[:, :, None] + _edge_scores(log_probs)).flatten(1)
-        tokens = tokens.flatten(1)
-        parents = self.frontier.pool_indices.repeat_interleave(width, dim=1)
-        first = self._num_pooled
-        self._pool(tokens, parents, scores)
-        best = scores.sort(dim=1, descending=True, stable=True).indices[:, :width]
-        self.frontier = Frontier(
-            tokens=tokens.gather(1, best),
-            scores=scores.gather(1, best),
-            parent_ranks=best // width,
-            pool_indices=best + first,
-        )
+        level = self._operations.expand_level(self.frontier, tokens, log_probs, self._num_pooled)
+        self._pool(tokens.flatten(1), level.parents, level.scores)
+        self.frontier = level.frontier
         return self.frontier
 
-    def finish(self, root_tokens: Tensor, num_nodes: Tensor) -> DraftTrees:
+    @overload
+    def finish(self, root_tokens: Tensor, num_nodes: Tensor) -> DraftTrees: ...
+    @overload
+    def finish(self, root_tokens: Tensor, num_nodes: Tensor, max_nodes: int) -> SelectedTrees: ...
+    def finish(
+        self, root_tokens: Tensor, num_nodes: Tensor, max_nodes: int | None = None
+    ) -> DraftTrees | SelectedTrees:
         """Spend each request's node budget `[B]` (root included) on the best candidates of the whole pool.
 
         A budget larger than the pool yields the whole pool.
+
+        Args:
+            max_nodes: as for `kernels.selection.select_within`.
         """
         tokens = torch.cat(self._tokens, dim=1)  # [B, P]
         parents = torch.cat(self._parents, dim=1)
         scores = torch.cat(self._scores, dim=1)
-        return select_nodes(root_tokens, tokens, parents, scores, num_nodes)
+        select = self._operations.select_within
+        if max_nodes is not None:
+            return select(root_tokens, tokens, parents, scores, num_nodes, max_nodes)
+        max_nodes = most_nodes(num_nodes, tokens.shape[1])
+        return require_closed(select(root_tokens, tokens, parents, scores, num_nodes, max_nodes))
 
     def _pool(self, tokens: Tensor, parents: Tensor, scores: Tensor) -> None:
         self._tokens.append(tokens)
@@ -105,46 +145,32 @@ class TreeGrowth:
             )
 
 
-def select_nodes(root_tokens: Tensor, tokens: Tensor, parents: Tensor, scores: Tensor, num_nodes: Tensor) -> DraftTrees:
-    """Keep each request's best `num_nodes - 1` candidates of a pool and renumber them as a tree.
+def expand_level(frontier: Frontier, tokens: Tensor, log_probs: Tensor, first_index: int) -> GrownLevel:
+    """Score the children of a level's survivors and keep the best `W` of the `W * W`, earlier ones first among equals.
 
     Args:
-        root_tokens: `[B]`.
-        tokens, scores: candidates ordered by depth, `[B, P]`.
-        parents: pool index of each candidate's parent, 0 being the root and candidate j having index j + 1, `[B, P]`.
-        num_nodes: budget per request, root included, `[B]`.
-
-    Raises:
-        ValueError: if a kept candidate's parent is not an earlier kept candidate.
+        tokens: `[B, W, W]`; `[:, r]` belong to survivor r.
+        log_probs: of each edge in any floating dtype, `[B, W, W]`; above 0 counts as 0, NaN as impossible.
+        first_index: pool index of the first child.
     """
-    batch, pooled = tokens.shape
-    if int(num_nodes.min()) < 1:
-        raise ValueError(f"node budget must be at least 1 (the root), got {num_nodes.tolist()}")
-    num_kept = (num_nodes - 1).clamp(max=pooled)
-    most = int(num_kept.max())
-    order = scores.sort(dim=1, descending=True, stable=True).indices[:, :most]  # [B, K]
-    slots = torch.arange(most, device=tokens.device)
-    past_budget = slots >= num_kept[:, None]
-    order = order.masked_fill(past_budget, pooled).sort(dim=1).values  # pool order: parents before children
-    safe = order.clamp(max=max(pooled - 1, 0))
-    kept_parents = parents.gather(1, safe)
-    # A parent with pool index 0 is the root; the others are looked up among the kept candidates.
-    found = torch.searchsorted(order, kept_parents - 1)
-    is_root_child = kept_parents == 0
-    matches = order.gather(1, found.clamp(max=max(most - 1, 0))) == kept_parents - 1
-    matches &= found < slots  # itself, a later candidate and the end of the pool are no parents
-    if bool((~past_budget & ~is_root_child & ~matches).any()):
-        raise ValueError("a kept candidate's parent was not kept before it: scores are not ancestor-closed")
-    node_parents = torch.where(is_root_child, 0, found + 1).masked_fill(past_budget, PADDING_PARENT)
-    node_tokens = tokens.gather(1, safe).masked_fill(past_budget, 0)
-    root = torch.full((batch, 1), ROOT_PARENT, dtype=torch.int64, device=tokens.device)
-    return DraftTrees(
-        tokens=torch.cat([root_tokens.reshape(-1, 1), node_tokens], dim=1),
-        parents=torch.cat([root, node_parents], dim=1),
-        num_nodes=num_kept + 1,
+    width = frontier.tokens.shape[1]
+    scores = (frontier.scores[:, :, None] + _edge_scores(log_probs)).flatten(1)
+    best = scores.sort(dim=1, descending=True, stable=True).indices[:, :width]
+    return GrownLevel(
+        scores=scores,
+        parents=frontier.pool_indices.repeat_interleave(width, dim=1),
+        frontier=Frontier(
+            tokens=tokens.flatten(1).gather(1, best),
+            scores=scores.gather(1, best),
+            parent_ranks=best // width,
+            pool_indices=best + first_index,
+        ),
     )
 
 
 def _edge_scores(log_probs: Tensor) -> Tensor:
     """Float32 edge scores at most 0; NaN counts as impossible so that it can never outrank a real candidate."""
     return torch.nan_to_num(log_probs.float(), nan=-torch.inf, neginf=-torch.inf).clamp(max=0.0)
+
+
+REFERENCE_OPERATIONS = GrowOperations(expand_level, select_within)

@@ -10,11 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import product
+from typing import overload
 
 import torch
 from torch import Tensor
 
 from eyas.kernels.grow import Frontier
+from eyas.kernels.selection import SelectedTrees, check_budgets, check_max_nodes, pad_selected
 from eyas.kernels.tree import PADDING_PARENT, ROOT_PARENT, DraftTrees
 
 
@@ -80,14 +82,72 @@ class TreeChoices:
         return TreeChoices(tuple(path for path in self.paths if len(path) <= depth))
 
 
-class StaticGrowth:
-    """Grows one shape for a batch; the interface of `TreeGrowth`."""
+@dataclass(frozen=True, slots=True)
+class LevelIndices:
+    """What of a level's candidates `[B, E, W]` a shape takes, on a device.
 
-    def __init__(self, choices: TreeChoices) -> None:
+    Args:
+        parents, ranks: of each node of the level, int64.
+        expanded: nodes of the level that have children, int64.
+        first_index: pool index of the level's first node.
+    """
+
+    parents: Tensor
+    ranks: Tensor
+    expanded: Tensor
+    first_index: int
+
+
+@dataclass(frozen=True, slots=True)
+class ShapeIndices:
+    """A shape as tensors. Made once and kept, it leaves a draft nothing to copy to the device.
+
+    Args:
+        levels: the levels below the root.
+        parents: of all nodes, root included, int64 `[P + 1]`.
+    """
+
+    levels: tuple[LevelIndices, ...]
+    parents: Tensor
+
+    @staticmethod
+    def of(choices: TreeChoices, device: torch.device) -> ShapeIndices:
+        index = {path: node for node, path in enumerate(((), *choices.paths))}
+        has_children = {path[:-1] for path in choices.paths}
+        expanded: list[tuple[int, ...]] = [()]
+        levels, first = [], 1
+        for depth in range(1, choices.depth + 1):
+            nodes = [path for path in choices.paths if len(path) == depth]
+            rank_of_parent = {path: rank for rank, path in enumerate(expanded)}
+            places = [place for place, path in enumerate(nodes) if path in has_children]
+            levels.append(
+                LevelIndices(
+                    parents=torch.tensor([rank_of_parent[path[:-1]] for path in nodes], device=device),
+                    ranks=torch.tensor([path[-1] for path in nodes], device=device),
+                    expanded=torch.tensor(places, dtype=torch.int64, device=device),
+                    first_index=first,
+                )
+            )
+            expanded = [nodes[place] for place in places]
+            first += len(nodes)
+        parents = [ROOT_PARENT, *(index[path[:-1]] for path in choices.paths)]
+        return ShapeIndices(tuple(levels), torch.tensor(parents, device=device))
+
+
+class StaticGrowth:
+    """Grows one shape for a batch; the interface of `TreeGrowth`.
+
+    With indices given and `max_nodes` given to `finish`, nothing here reads a value from the device or copies one to
+    it.
+    """
+
+    def __init__(self, choices: TreeChoices, indices: ShapeIndices | None = None) -> None:
+        """Args:
+        indices: the shape on the device of the candidates; None means to make them at `start`.
+        """
         self._choices = choices
-        self._levels = [[path for path in choices.paths if len(path) == level] for level in range(1, choices.depth + 1)]
+        self._indices = indices
         self._tokens: list[Tensor] = []
-        self._parents_of_level: list[tuple[int, ...]] = [()]
         self.frontier: Frontier
 
     def num_candidates(self, level: int) -> int:
@@ -96,49 +156,58 @@ class StaticGrowth:
 
     def start(self, tokens: Tensor, log_probs: Tensor) -> Frontier:
         """Take the root's children from `[B, W]` candidates, best first."""
+        if self._indices is None:
+            self._indices = ShapeIndices.of(self._choices, tokens.device)
         root = torch.zeros(tokens.shape[0], 1, device=tokens.device)
-        return self._take(tokens[:, None], log_probs[:, None], root)
+        return self._take(tokens[:, None], log_probs[:, None], root, self._indices.levels[0])
 
     def expand(self, tokens: Tensor, log_probs: Tensor) -> Frontier:
         """Take the next level from `[B, E, W]` candidates of the frontier's nodes."""
-        return self._take(tokens, log_probs, self.frontier.scores)
+        return self._take(tokens, log_probs, self.frontier.scores, self._started().levels[len(self._tokens)])
 
-    def _take(self, tokens: Tensor, log_probs: Tensor, parent_scores: Tensor) -> Frontier:
-        level = len(self._tokens)
-        nodes = self._levels[level]
-        rank_of_parent = {path: rank for rank, path in enumerate(self._parents_of_level)}
-        parents = torch.tensor([rank_of_parent[path[:-1]] for path in nodes], device=tokens.device)
-        ranks = torch.tensor([path[-1] for path in nodes], device=tokens.device)
-        taken = tokens[:, parents, ranks]  # [B, nodes of the level]
-        scores = parent_scores[:, parents] + log_probs[:, parents, ranks].float()
+    def _take(self, tokens: Tensor, log_probs: Tensor, parent_scores: Tensor, level: LevelIndices) -> Frontier:
+        taken = tokens[:, level.parents, level.ranks]  # [B, nodes of the level]
+        scores = parent_scores[:, level.parents] + log_probs[:, level.parents, level.ranks].float()
         self._tokens.append(taken)
-        has_children = {path[:-1] for path in (self._levels[level + 1] if level + 1 < len(self._levels) else [])}
-        expanded = [index for index, path in enumerate(nodes) if path in has_children]
-        self._parents_of_level = [nodes[index] for index in expanded]
-        first = 1 + sum(len(nodes) for nodes in self._levels[:level])
-        kept = torch.tensor(expanded, dtype=torch.int64, device=tokens.device)
         batch = tokens.shape[0]
         self.frontier = Frontier(
-            tokens=taken[:, kept],
-            scores=scores[:, kept],
-            parent_ranks=parents[kept].expand(batch, -1),
-            pool_indices=(kept + first).expand(batch, -1),
+            tokens=taken[:, level.expanded],
+            scores=scores[:, level.expanded],
+            parent_ranks=level.parents[level.expanded].expand(batch, -1),
+            pool_indices=(level.expanded + level.first_index).expand(batch, -1),
         )
         return self.frontier
 
-    def finish(self, root_tokens: Tensor, num_nodes: Tensor) -> DraftTrees:
-        """The trees, cut to each request's node budget `[B]` from the shape's end."""
-        if int(num_nodes.min()) < 1:
-            raise ValueError(f"node budget must be at least 1 (the root), got {num_nodes.tolist()}")
-        index = {path: node for node, path in enumerate(((), *self._choices.paths))}
-        device = root_tokens.device
-        parents = torch.tensor([ROOT_PARENT, *(index[path[:-1]] for path in self._choices.paths)], device=device)
-        tokens = torch.cat([root_tokens.reshape(-1, 1), *self._tokens], dim=1)
-        kept = num_nodes.clamp(max=self._choices.num_nodes)
-        most = int(kept.max())
-        past_budget = torch.arange(most, device=device) >= kept[:, None]
+    @overload
+    def finish(self, root_tokens: Tensor, num_nodes: Tensor) -> DraftTrees: ...
+    @overload
+    def finish(self, root_tokens: Tensor, num_nodes: Tensor, max_nodes: int) -> SelectedTrees: ...
+    def finish(
+        self, root_tokens: Tensor, num_nodes: Tensor, max_nodes: int | None = None
+    ) -> DraftTrees | SelectedTrees:
+        """The trees, cut to each request's node budget `[B]` from the shape's end.
+
+        Args:
+            max_nodes: as for `kernels.selection.select_within`; a shape cut from its end is always closed.
+        """
+        if max_nodes is None:
+            check_budgets(num_nodes)
+            return self._cut(root_tokens, num_nodes, min(int(num_nodes.max()), self._choices.num_nodes))
+        check_max_nodes(max_nodes)
+        trees = self._cut(root_tokens, num_nodes, min(max_nodes, self._choices.num_nodes))
+        return SelectedTrees(pad_selected(trees, num_nodes, max_nodes), torch.ones_like(num_nodes, dtype=torch.bool))
+
+    def _cut(self, root_tokens: Tensor, num_nodes: Tensor, most: int) -> DraftTrees:
+        tokens = torch.cat([root_tokens.reshape(-1, 1), *self._tokens], dim=1)[:, :most]
+        kept = num_nodes.clamp(max=most)
+        past_budget = torch.arange(most, device=tokens.device) >= kept[:, None]
         return DraftTrees(
-            tokens=tokens[:, :most].masked_fill(past_budget, 0),
-            parents=parents[:most].expand(len(kept), -1).masked_fill(past_budget, PADDING_PARENT),
+            tokens=tokens.masked_fill(past_budget, 0),
+            parents=self._started().parents[:most].expand(len(kept), -1).masked_fill(past_budget, PADDING_PARENT),
             num_nodes=kept,
         )
+
+    def _started(self) -> ShapeIndices:
+        if self._indices is None:
+            raise RuntimeError("a draft begins with `start`")
+        return self._indices

@@ -39,6 +39,8 @@ def verify_walk(trees: DraftTrees, links: TreeLinks, target_tokens: Tensor, draf
     """Find the longest path that the target itself would have written.
 
     Args:
+        trees: a request of 0 nodes, as padding requests are, accepts nothing.
+        links: those that leave a request's nodes count as none, and of those that go round in circles N are followed.
         target_tokens: the token the target chose after each node, int64 `[B, N]`.
         draft_depth: levels below the root; bounds the walk.
     """
@@ -52,13 +54,15 @@ def verify_walk(trees: DraftTrees, links: TreeLinks, target_tokens: Tensor, draf
     for depth in range(1, draft_depth + 1):
         wanted = target_tokens.gather(1, node[:, None]).squeeze(1)
         child = torch.where(descending, links.first_child.gather(1, node[:, None]).squeeze(1), -1)
-        while True:
-            safe = child.clamp(min=0)[:, None]
-            differs = (child >= 0) & (trees.tokens.gather(1, safe).squeeze(1) != wanted)
+        for _ in range(trees.max_nodes):
+            is_node = (child >= 0) & (child < trees.num_nodes)
+            safe = torch.where(is_node, child, 0)[:, None]
+            is_found = is_node & (trees.tokens.gather(1, safe).squeeze(1) == wanted)
+            differs = is_node & ~is_found
             if not bool(differs.any()):
                 break
             child = torch.where(differs, links.next_sibling.gather(1, safe).squeeze(1), child)
-        descending = child >= 0
+        descending = is_found
         if not bool(descending.any()):
             break
         node = torch.where(descending, child, node)

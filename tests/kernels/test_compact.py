@@ -85,6 +85,25 @@ def test_rows_in_place_stay(slots: list[int]) -> None:
     check(slots, slots, num_slots=8)
 
 
+@pytest.mark.parametrize(
+    ("source_slots", "destination_slots"),
+    [
+        ([[2, 0, 1, -1], [5, 6, 7, -1]], [[0, 1, 2, 3], [4, 5, 6, 7]]),
+        ([[-1, 3, -1], [-1, -1, -1]], [[0, 1, 2], [5, 6, 7]]),
+        ([[-1, -1]], [[0, 1]]),
+    ],
+    ids=["ragged", "gaps and a padding request", "none"],
+)
+def test_negative_sources_do_not_move(source_slots: list[list[int]], destination_slots: list[list[int]]) -> None:
+    """Catches the last slot, which an index of -1 names, copied to the end of a shorter path."""
+    caches = random_caches(8)
+    pairs = zip(sum(source_slots, []), sum(destination_slots, []), strict=True)
+    moves = [(source, destination) for source, destination in pairs if source >= 0]
+    expected = [copied_by_hand(cache, [a for a, _ in moves], [b for _, b in moves]) for cache in caches]
+    compact(caches, torch.tensor(source_slots), torch.tensor(destination_slots))
+    assert torch.equal(caches, torch.stack(expected))
+
+
 def test_each_source_needs_a_destination() -> None:
     """Catches a short index list being broadcast over the other."""
     with pytest.raises(ValueError, match="3 source slots for 1 destinations"):

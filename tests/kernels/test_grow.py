@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import math
 
+import interpreter_scalars  # noqa: F401
+import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from parity import DEVICE
+from parity_grow import compare
 from torch import Tensor
 
-from eyas.kernels.grow import TreeGrowth, select_nodes
+from eyas.kernels.grow import Frontier, GrownLevel, GrowOperations, TreeGrowth, expand_level
+from eyas.kernels.selection import SelectedTrees, select_nodes, select_within
 from eyas.kernels.tree import DraftTrees
 
 EASY_LOG_PROBS = [-step / 7 for step in range(1, 60)]
@@ -37,14 +42,19 @@ def growths(draw: st.DrawFn) -> tuple[list[Tensor], Tensor]:
     return log_probs, torch.tensor(budgets)
 
 
-def grow(log_probs: list[Tensor], num_nodes: Tensor) -> DraftTrees:
-    growth = TreeGrowth(width=log_probs[0].shape[1])
+def pooled(log_probs: list[Tensor], growth: TreeGrowth) -> TreeGrowth:
+    """Feed every level to `growth`."""
     first = 1
     for level, edges in enumerate(log_probs):
-        tokens = torch.arange(first, first + edges[0].numel()).reshape(edges.shape[1:]).expand(edges.shape)
+        tokens = torch.arange(first, first + edges[0].numel(), device=edges.device)
         extend = growth.start if level == 0 else growth.expand
-        extend(tokens, edges)
+        extend(tokens.reshape(edges.shape[1:]).expand(edges.shape), edges)
         first += edges[0].numel()
+    return growth
+
+
+def grow(log_probs: list[Tensor], num_nodes: Tensor) -> DraftTrees:
+    growth = pooled(log_probs, TreeGrowth(width=log_probs[0].shape[1]))
     return growth.finish(torch.zeros(len(num_nodes), dtype=torch.int64), num_nodes)
 
 
@@ -226,9 +236,94 @@ def test_refusals() -> None:
         select([0], [0.0], [2, 0])
     with pytest.raises(ValueError, match="width must be at least 1"):
         TreeGrowth(width=0)
+    with pytest.raises(ValueError, match="max_nodes must be at least 1"):
+        grow_within([torch.zeros(1, 2)], torch.tensor([2]), max_nodes=0)
     growth = TreeGrowth(width=2)
     with pytest.raises(ValueError, match=r"candidates must be \[1, 2\], got tokens \[1, 3\]"):
         growth.start(torch.zeros(1, 3, dtype=torch.int64), torch.zeros(1, 3))
     growth.start(torch.zeros(1, 2, dtype=torch.int64), torch.zeros(1, 2))
     with pytest.raises(ValueError, match=r"candidates must be \[1, 2, 2\]"):
         growth.expand(torch.zeros(1, 2, 2, dtype=torch.int64), torch.zeros(1, 2, 3))
+
+
+def grow_within(log_probs: list[Tensor], num_nodes: Tensor, max_nodes: int) -> SelectedTrees:
+    growth = pooled(log_probs, TreeGrowth(width=log_probs[0].shape[1]))
+    return growth.finish(torch.full_like(num_nodes, 999), num_nodes, max_nodes)
+
+
+@given(growth=growths(), max_nodes=st.integers(1, 60), data=st.data())
+def test_fixed_width_holds_the_same_trees(
+    growth: tuple[list[Tensor], Tensor], max_nodes: int, data: st.DataObject
+) -> None:
+    """Catches trees that depend on the width they are padded to, and padding requests that are not empty."""
+    log_probs, num_nodes = growth
+    is_padding = torch.tensor(data.draw(st.lists(st.booleans(), min_size=len(num_nodes), max_size=len(num_nodes))))
+    selected = grow_within(log_probs, torch.where(is_padding, 1 - num_nodes, num_nodes), max_nodes)
+    assert selected.is_closed.all()
+    assert selected.trees.tokens.shape == selected.trees.parents.shape == (len(num_nodes), max_nodes)
+    expected = grow(log_probs, num_nodes.clamp(max=max_nodes))
+    for row in range(len(num_nodes)):
+        count = 0 if is_padding[row] else int(expected.num_nodes[row])
+        padding = max_nodes - count
+        tokens, parents = expected.tokens[row].tolist()[:count], expected.parents[row].tolist()[:count]
+        assert selected.trees.tokens[row].tolist() == [*[999][:count], *tokens[1:]] + [0] * padding
+        assert selected.trees.parents[row].tolist() == parents + [-2] * padding
+        assert int(selected.trees.num_nodes[row]) == count
+
+
+@pytest.mark.parametrize("parent", [1, 3, 4, 99, -2], ids=["not kept", "itself", "later", "far past the pool", "none"])
+def test_missing_parent_cuts_a_tree_to_its_root(parent: int) -> None:
+    """Catches a node whose parent is absent being hung from the root, and its fault taken out on other requests."""
+    selected = select_within(
+        root_tokens=torch.tensor([8, 9]),
+        tokens=torch.tensor([[1, 2, 3, 4]] * 2),
+        parents=torch.tensor([[0, 0, parent, 1], [0, 0, 2, 2]]),
+        scores=torch.tensor([[-9.0, -1.0, -2.0, -9.5]] * 2),
+        num_nodes=torch.tensor([3, 3]),
+        max_nodes=4,
+    )
+    assert selected.is_closed.tolist() == [False, True]
+    assert selected.trees.tokens.tolist() == [[8, 0, 0, 0], [9, 2, 3, 0]]
+    assert selected.trees.parents.tolist() == [[-1, -2, -2, -2], [-1, 0, 1, -2]]
+    assert selected.trees.num_nodes.tolist() == [1, 3]
+
+
+def test_nan_scores_rank_last() -> None:
+    """Catches NaN sorting first, as it does in a descending torch sort, in a pool that did not come from growth."""
+    assert select([0, 0, 0], [math.nan, -5.0, -math.inf], [3]).tokens.tolist() == [[0, 1, 2]]
+    assert select([0, 0, 0], [math.nan, -5.0, -6.0], [3]).tokens.tolist() == [[0, 2, 3]]
+
+
+def test_growth_at_a_fixed_width_reads_no_values() -> None:
+    """Catches a look at a value on the host, which a captured graph cannot take: tensors without values suffice."""
+    log_probs = [torch.empty(2, 4, device="meta"), *[torch.empty(2, 4, 4, device="meta")] * 3]
+    selected = grow_within(log_probs, torch.empty(2, dtype=torch.int64, device="meta"), max_nodes=16)
+    assert selected.trees.parents.shape == (2, 16)
+
+
+def test_operations_are_those_given() -> None:
+    """Catches a growth that falls back to other operations than the ones chosen for it."""
+    calls: list[str] = []
+
+    def expand(frontier: Frontier, tokens: Tensor, log_probs: Tensor, first_index: int) -> GrownLevel:
+        calls.append(f"expand from {first_index}")
+        return expand_level(frontier, tokens, log_probs, first_index)
+
+    def within(*arguments: Tensor | int) -> SelectedTrees:
+        calls.append(f"select within {arguments[-1]}")
+        return select_within(*arguments)  # type: ignore[arg-type]
+
+    log_probs = [torch.zeros(1, 2), *[torch.zeros(1, 2, 2)] * 2]
+    growth = pooled(log_probs, TreeGrowth(2, GrowOperations(expand, within)))
+    growth.finish(torch.tensor([0]), torch.tensor([4]))
+    growth.finish(torch.tensor([0]), torch.tensor([4]), max_nodes=7)
+    assert calls == ["expand from 3", "expand from 7", "select within 4", "select within 7"]
+
+
+@settings(max_examples=40)
+@given(growth=growths(), max_nodes=st.integers(1, 60))
+def test_triton_grows_the_same_trees(growth: tuple[list[Tensor], Tensor], max_nodes: int) -> None:
+    """Catches ties, NaN and underflow in company that the parity matrix does not list."""
+    log_probs, num_nodes = growth
+    with np.errstate(over="ignore"):  # the interpreter's NumPy warns of sums below float32
+        compare([level.to(DEVICE) for level in log_probs], num_nodes.tolist(), max_nodes)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from eyas.kernels.grow import TreeGrowth
 from eyas.kernels.published_trees import named_tree
-from eyas.kernels.static_tree import StaticGrowth, TreeChoices
+from eyas.kernels.static_tree import ShapeIndices, StaticGrowth, TreeChoices
 from eyas.kernels.tree import DraftTrees
 
 MAX_RANK, MAX_DEPTH = 4, 5
@@ -47,8 +47,14 @@ def candidates_under(parents: list[Path_], width: int) -> Tensor:
 
 
 def grow(choices: TreeChoices, budgets: list[int]) -> DraftTrees:
-    """Trees of one shape, checking on the way that the head is asked to extend exactly the nodes with children."""
-    growth, rows = StaticGrowth(choices), len(budgets)
+    """Trees of one shape."""
+    growth = grown(choices, len(budgets))
+    return growth.finish(torch.zeros(len(budgets), dtype=torch.int64), torch.tensor(budgets))
+
+
+def grown(choices: TreeChoices, rows: int) -> StaticGrowth:
+    """All levels of a shape, checking on the way that the head is asked to extend exactly the nodes with children."""
+    growth = StaticGrowth(choices)
     parents: list[Path_] = [()]
     for level in range(1, choices.depth + 1):
         tokens = candidates_under(parents, growth.num_candidates(level)).expand(rows, -1, -1)
@@ -63,7 +69,7 @@ def grow(choices: TreeChoices, budgets: list[int]) -> DraftTrees:
         torch.testing.assert_close(frontier.scores, scores.view(rows, len(expanded)))
         parents = expanded
     assert not parents
-    return growth.finish(torch.zeros(rows, dtype=torch.int64), torch.tensor(budgets))
+    return growth
 
 
 def token_paths(trees: DraftTrees, row: int) -> set[Path_]:
@@ -158,6 +164,47 @@ def test_budget_of_one_is_the_root() -> None:
     assert grow(choices, [1, 3]).parents.tolist() == [[-1, -2, -2], [-1, 0, 0]]
     with pytest.raises(ValueError, match="node budget must be at least 1"):
         grow(choices, [3, 0])
+
+
+@given(choices=shapes(), data=st.data())
+def test_fixed_width_holds_the_same_trees(choices: TreeChoices, data: st.DataObject) -> None:
+    """Catches trees that depend on the width they are padded to, and padding requests that are not empty."""
+    budgets = data.draw(st.lists(st.integers(-1, choices.num_nodes + 3), min_size=1, max_size=4))
+    max_nodes = data.draw(st.integers(1, choices.num_nodes + 3))
+    selected = grown(choices, len(budgets)).finish(
+        torch.full((len(budgets),), 999), torch.tensor(budgets), max_nodes=max_nodes
+    )
+    assert selected.is_closed.all()
+    expected = grow(choices, [choices.num_nodes])
+    for row, budget in enumerate(budgets):
+        count = max(0, min(budget, max_nodes, choices.num_nodes))
+        padding = max_nodes - count
+        tokens, parents = [999, *expected.tokens[0, 1:].tolist()], expected.parents[0].tolist()
+        assert selected.trees.tokens[row].tolist() == tokens[:count] + [0] * padding
+        assert selected.trees.parents[row].tolist() == parents[:count] + [-2] * padding
+        assert int(selected.trees.num_nodes[row]) == count
+
+
+def test_growth_at_a_fixed_width_reads_no_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a value read on the host or a list copied to the device, neither of which a captured graph can do."""
+    choices = named_tree("medusa-63")
+    indices = ShapeIndices.of(choices, torch.device("meta"))
+    monkeypatch.delattr(torch, "tensor")
+    growth = StaticGrowth(choices, indices)
+    for level in range(1, choices.depth + 1):
+        shape = (2, 1 if level == 1 else growth.frontier.tokens.shape[1], growth.num_candidates(level))
+        tokens = torch.empty(shape, dtype=torch.int64, device="meta")
+        log_probs = torch.empty(shape, device="meta")
+        growth.start(tokens[:, 0], log_probs[:, 0]) if level == 1 else growth.expand(tokens, log_probs)
+    counts = torch.empty(2, dtype=torch.int64, device="meta")
+    assert growth.finish(counts, counts, max_nodes=70).trees.parents.shape == (2, 70)
+
+
+def test_drafts_begin_at_the_root() -> None:
+    """Catches a level taken from a shape nobody has laid out."""
+    growth = StaticGrowth(TreeChoices.cartesian([1]))
+    with pytest.raises(RuntimeError, match="begins with `start`"):
+        growth.finish(torch.tensor([0]), torch.tensor([1]))
 
 
 @pytest.mark.parametrize(

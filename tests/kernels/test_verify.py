@@ -97,6 +97,24 @@ def test_root_alone_emits_the_bonus(draft_depth: int) -> None:
     assert [accepted.emitted_tokens(trees, row) for row in range(2)] == [[8], [9]]
 
 
+def test_padding_request_accepts_nothing() -> None:
+    """Catches a request without nodes that walks into what a larger batch left in its row."""
+    trees = pad_trees([BRANCHED, BRANCHED])
+    padding = DraftTrees(trees.tokens, trees.parents, torch.tensor([5, 0]))
+    accepted = verify_walk(padding, tree_links(trees), torch.tensor([[6, 9, 9, 1, 2]] * 2), draft_depth=2)
+    assert accepted.path.tolist() == [[0, 2, 4], [0, -1, -1]]
+    assert accepted.num_accepted.tolist() == [2, 0]
+
+
+def test_links_in_circles_end_the_scan() -> None:
+    """Catches a walk that never ends because siblings lead round to each other."""
+    trees = pad_trees([BRANCHED])
+    links = tree_links(trees)
+    links.next_sibling[0, 2] = 1
+    accepted = verify_walk(trees, links, torch.tensor([[3, 0, 0, 0, 0]]), draft_depth=2)
+    assert accepted.path.tolist() == [[0, -1, -1]]
+
+
 class RandomModel:
     """Next-token log-probabilities that depend on the whole text, of a target and of a head that errs by `error`."""
 
