@@ -132,3 +132,48 @@ def test_whole_distribution_is_kept_bit_for_bit() -> None:
     kept = nucleus(logits, torch.tensor([1.0, 0.5]))
     assert torch.equal(kept[0].view(torch.int32), logits[0].view(torch.int32))
     assert kept[1].isfinite().tolist() == [True, False, False, False, True]
+
+
+ROWS = torch.arange(3)
+LOGITS = torch.zeros(3, 8)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"logits": LOGITS.double()}, r"logits: expected float32, bfloat16 or float16 \[T, C\]"),
+        ({"logits": LOGITS[0]}, r"got torch.float32 \[8\]"),
+        ({"logits": torch.zeros(8, 3).T}, "logits: expected adjacent columns"),
+        ({"logits": LOGITS[:, :0]}, "logits: expected at least one column"),
+        ({"temperatures": torch.ones(3).double()}, r"temperatures: expected torch.float32 \[3\]"),
+        ({"temperatures": torch.ones(2)}, r"temperatures: expected torch.float32 \[3\]"),
+        ({"seeds": ROWS.int()}, r"seeds: expected torch.int64 \[3\]"),
+        ({"positions": torch.arange(6)[::2]}, "positions: expected contiguous"),
+    ],
+)
+def test_rows_that_the_kernels_do_not_read_are_refused(changed: dict[str, Tensor], message: str) -> None:
+    """Catches a launch whose address arithmetic does not fit its tensors."""
+    pytest.importorskip("triton")
+    from eyas.kernels import triton_sample
+
+    arguments = {"logits": LOGITS, "temperatures": torch.ones(3), "seeds": ROWS, "positions": ROWS}
+    with pytest.raises(ValueError, match=message):
+        triton_sample.sample_tokens(**(arguments | changed))
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "message"),
+    [
+        (torch.arange(7), r"token_ids: expected int64 \[8\]"),
+        (torch.arange(8).int(), r"token_ids: expected int64 \[8\]"),
+        (torch.zeros(2, 8).long(), r"token_ids: expected int64 \[3, 8\]"),
+        (torch.zeros(8, 3).long().T, "token_ids: expected adjacent columns"),
+    ],
+)
+def test_ids_that_the_kernel_does_not_read_are_refused(token_ids: Tensor, message: str) -> None:
+    """Catches noise drawn for other tokens than the columns score."""
+    pytest.importorskip("triton")
+    from eyas.kernels import triton_sample
+
+    with pytest.raises(ValueError, match=message):
+        triton_sample.perturb(LOGITS, torch.ones(3), ROWS, ROWS, token_ids)
