@@ -171,10 +171,10 @@ class WorkerGroup:
             outbox.send(Shutdown())
             outbox.close()
         self._outboxes = []
-        self._sockets.cleanup()
         if self._runs:
             with contextlib.suppress(ray.exceptions.RayError):
                 ray.wait(self._runs, num_returns=len(self._runs), timeout=2.0)
+        self._sockets.cleanup()  # not before: a connection that is still being made needs the file
         for worker in [*self._ranks, self._drafter]:
             if worker is not None:
                 ray.kill(worker)

@@ -111,8 +111,8 @@ class TargetWorker(_Worker):
     def allocate(self, num_pages: int) -> None:
         """Make the runner, its pool included."""
         self.spec = self.spec.with_pages(num_pages)
-        pool_bytes = num_pages * target_page_bytes(self._model, self.spec.page_size)
-        limit_process(self._model.device, pool_bytes, self.spec.gpu_memory_fraction)
+        page_bytes = target_page_bytes(self._model, self.spec.page_size)
+        limit_process(self._model.device, num_pages, page_bytes, self.spec.gpu_memory_fraction)
         self._runner = new_target_runner(self.spec, self._model)
 
     def probe(self, prompts: list[list[int]]) -> ProbeReport | None:
@@ -166,8 +166,8 @@ class DraftWorker(_Worker):
     def allocate(self, num_pages: int) -> None:
         """Make the runner, its pool included."""
         self.spec = self.spec.with_pages(num_pages)
-        pool_bytes = num_pages * head_page_bytes(self._head, self.spec.page_size)
-        limit_process(self._head.device, pool_bytes, self.spec.gpu_memory_fraction)
+        page_bytes = head_page_bytes(self._head, self.spec.page_size)
+        limit_process(self._head.device, num_pages, page_bytes, self.spec.gpu_memory_fraction)
         self._runner = new_draft_runner(self.spec, self._head)
 
     def run(self, wire: WireAddresses) -> None:

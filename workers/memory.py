@@ -3,8 +3,9 @@
 On every GPU, with F bytes free, T bytes in all, the fraction f that Eyas may fill before it serves, and p_w the bytes
 of one page in the pool of worker w on that GPU:
 
-    pages = (F - (1 - f) * T) / sum of p_w
+    pages = (F - (1 - f) * T) / sum of p_w - 1
 
+where the one is the scratch page that every pool has beside those it hands out.
 The engine gets the least over its GPUs, because all pools share page numbers. What is left, (1 - f) * T, is for
 activations and CUDA graphs. It knows nothing of requests or of Ray.
 """
@@ -21,6 +22,8 @@ import torch
 from eyas.models.decoder import Decoder
 from eyas.models.head import DraftHead
 from eyas.workers.cuda_ipc import gpu_uuid
+
+_SCRATCH_PAGES = 1
 
 
 class MemoryReport(msgspec.Struct, frozen=True):
@@ -96,6 +99,7 @@ def agree_num_pages(
     if not shared and asked is None:
         raise ValueError("num_pages: must be given where there is no GPU memory to measure")
     field, wanted = ("gpu_memory_fraction", min_pages) if asked is None else ("num_pages", asked)
+    wanted += _SCRATCH_PAGES
     affordable = [asked] if asked is not None else []
     for gpu, workers in shared.items():
         page_bytes = sum(worker.page_bytes for worker in workers)
@@ -111,11 +115,11 @@ def agree_num_pages(
                 f"{'use more target ranks' if asked is None else 'lower num_pages'}, raise gpu_memory_fraction, or "
                 "free the GPU"
             )
-        affordable.append(found // page_bytes)
+        affordable.append(found // page_bytes - _SCRATCH_PAGES)
     return min(affordable)
 
 
-def limit_process(device: torch.device, pool_bytes: int, gpu_memory_fraction: float) -> None:
+def limit_process(device: torch.device, num_pages: int, page_bytes: int, gpu_memory_fraction: float) -> None:
     """Let this process take no more than its weights, its pool and the GPU's whole reserve, never its neighbour's part.
 
     Call after loading the weights, before allocating the pool.
@@ -123,7 +127,7 @@ def limit_process(device: torch.device, pool_bytes: int, gpu_memory_fraction: fl
     if device.type != "cuda":
         return
     total_bytes = torch.cuda.mem_get_info(device)[1]
-    own_bytes = torch.cuda.memory_reserved(device) + pool_bytes
+    own_bytes = torch.cuda.memory_reserved(device) + (num_pages + _SCRATCH_PAGES) * page_bytes
     share = own_bytes / total_bytes + 1 - gpu_memory_fraction
     torch.cuda.set_per_process_memory_fraction(min(share, 1.0), device.index)
 

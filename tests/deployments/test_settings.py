@@ -50,6 +50,26 @@ def test_a_pool_too_small_is_refused_at_start(tiny_models: Any) -> None:
         EngineSettings(model=str(tiny_models.target()), speculate=False, num_pages=1, page_size=2).engine_spec()
 
 
+def test_pages_are_measured_only_on_a_gpu(tiny_models: Any) -> None:
+    """A pool of a laptop's size on a GPU, or a CPU server that waits for a measurement."""
+    model = str(tiny_models.target())
+    pages = [
+        EngineSettings(model=model, speculate=False, **fields).engine_spec().num_pages
+        for fields in ({}, {"num_pages": 9}, {"device": "cuda"}, {"device": "cuda", "num_pages": 9})
+    ]
+    assert pages == [1024, 9, None, 9]
+
+
+def test_the_least_number_of_pages_holds_one_request(tiny_models: Any) -> None:
+    """A refusal at start that lets a pool pass in which no request can run, or the reverse."""
+    for page_size, node_budget in ((1, 8), (16, 8), (4, 13)):
+        settings = EngineSettings(model=str(tiny_models.target()), page_size=page_size, node_budget=node_budget)
+        spec = EngineSettings(model=settings.model, speculate=False).engine_spec()
+        settings.new_scheduler(spec, settings.min_pages())
+        with pytest.raises(ValueError, match="hold no request"):
+            settings.new_scheduler(spec, settings.min_pages() - 1)
+
+
 def test_bundles_hold_the_engine() -> None:
     """A bundle without room for its actors leaves them pending for ever."""
     bundles = EngineSettings(tensor_parallel_size=3, threads_per_worker=2).placement_bundles()

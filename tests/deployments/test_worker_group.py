@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 from ray import exceptions
 
@@ -16,7 +17,9 @@ from eyas.deployments.offline import OfflineEngine, OfflineRequest
 from eyas.deployments.pages import PageAllocator
 from eyas.deployments.scheduler import TreeShape
 from eyas.deployments.worker_group import WorkerGroup, WorkersLostError
+from eyas.workers import actors
 from eyas.workers.loading import EngineSpec
+from eyas.workers.memory import MemoryReport, head_page_bytes, target_page_bytes
 from eyas.workers.messages import DecodeItem, StepPlan
 from eyas.workers.sampling import SamplingParams
 
@@ -110,6 +113,41 @@ def test_a_failure_while_loading_names_its_cause(fake_ray: FakeRay, tiny_models:
         new_group(spec)
     assert len(fake_ray.killed) == 2
     assert list(tmp_path.glob("eyas-*")) == []
+
+
+def test_pages_follow_from_the_memory_all_workers_leave(
+    fake_ray: FakeRay, tiny_models: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A router that plans with more pages than its workers hold, or a drafter whose pool was not counted."""
+    monkeypatch.setattr(actors, "measure", lambda device, page_bytes: MemoryReport("a", 1 << 20, 1 << 21, page_bytes))
+    spec = msgspec.structs.replace(new_spec(tiny_models), num_pages=None, gpu_memory_fraction=0.75)
+    group = new_group(spec)
+    loaded = [worker._made.result() for worker in (*group._ranks, group._drafter)]
+    page_bytes = target_page_bytes(loaded[0]._model, 4) + head_page_bytes(loaded[1]._head, 4)
+    assert group.num_pages == (1 << 19) // page_bytes - 1
+    assert [worker._runner.layout.num_pages for worker in loaded] == [group.num_pages] * 2
+    group.stop()
+
+
+def test_too_little_memory_is_refused_and_leaves_nothing(
+    fake_ray: FakeRay, tiny_models: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Actors that hold their GPUs although the engine never came up."""
+    monkeypatch.setattr(actors, "measure", lambda device, page_bytes: MemoryReport("a", 1000, 10_000, page_bytes))
+    with pytest.raises(ValueError, match="gpu_memory_fraction: one request needs at least"):
+        new_group(msgspec.structs.replace(new_spec(tiny_models), num_pages=None))
+    assert len(fake_ray.killed) == 2
+    assert list(tmp_path.glob("eyas-*")) == []
+
+
+def test_an_allocator_that_cannot_share_is_refused(
+    fake_ray: FakeRay, tiny_models: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine that loads its weights and fails in its first step."""
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    new_group(new_spec(tiny_models)).stop()  # on a CPU the variable means nothing
+    with pytest.raises(WorkersLostError, match="PYTORCH_CUDA_ALLOC_CONF: expandable_segments:True"):
+        new_group(msgspec.structs.replace(new_spec(tiny_models), device="cuda"))
 
 
 def test_a_lost_worker_is_noticed_at_once(fake_ray: FakeRay, tiny_models: Any) -> None:
