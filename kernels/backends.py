@@ -66,12 +66,8 @@ def refusal(backend: Capabilities, need: KernelNeed) -> str | None:
     """Why a backend cannot do what is asked, as the rest of a sentence that begins with its name; None if it can."""
     if need.device not in backend.devices:
         return f"does not run on {need.device}"
-    if backend.interpreted_on:
-        is_interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-        if need.device in backend.interpreted_on and not is_interpreted:
-            return f"runs on {need.device} only interpreted, with TRITON_INTERPRET=1 in the environment"
-        if need.device not in backend.interpreted_on and is_interpreted:
-            return f"does not run on {need.device} while TRITON_INTERPRET=1 is in the environment"
+    if need.device in backend.interpreted_on and not _is_interpreting():
+        return f"runs on {need.device} only interpreted, with TRITON_INTERPRET=1 in the environment"
     if need.dtype not in backend.dtypes:
         return f"does not compute in {str(need.dtype).removeprefix('torch.')}"
     for name, size in need.sizes.items():
@@ -170,6 +166,10 @@ def create_attention(backend: Capabilities, geometry: AttentionGeometry) -> Atte
         value_head_dim=geometry.value_head_dim,
         page_size=geometry.page_size,
     )
+    if backend.interpreted_on and need.device not in backend.interpreted_on and _is_interpreting():
+        raise ValueError(
+            f"attention_backend: {backend.name} would run interpreted, not on {need.device}; unset TRITON_INTERPRET"
+        )
     reason = refusal(backend, need)
     if reason is not None:
         nearest = _nearest(ATTENTION_BACKENDS, _AUTO_ATTENTION.get(need.device, ()), backend.name, need)
@@ -183,6 +183,10 @@ def create_attention(backend: Capabilities, geometry: AttentionGeometry) -> Atte
             f"attention_backend: {backend.name} needs {packages}, which cannot be imported ({error}); install "
             "eyas[gpu], or use another one"
         ) from error
+
+
+def _is_interpreting() -> bool:
+    return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def _list(numbers: tuple[int, ...]) -> str:

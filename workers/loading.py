@@ -138,9 +138,9 @@ class EngineSpec(msgspec.Struct, frozen=True):
         """
         _ = self.torch_dtype
         self.target_config().check_tensor_parallel(self.tensor_parallel_size)
-        self.kernels(draft_depth, width)
         self.target_attention()
         self.head_attention()
+        self.kernels(draft_depth, width)
         config = self.head_config()
         if config is not None and config.max_depth is not None and draft_depth > config.max_depth:
             raise ValueError(

@@ -29,9 +29,10 @@ def kernel_need(
         width: candidates kept per level; 0 for trees of a fixed shape, which are not grown.
     """
     cache = head_cache(head)
+    # A model that runs through transformers does its elementwise work itself.
     sizes = {
-        "head_dim": max(target.head_dim, 0 if cache is None else cache.head_dim),
-        "hidden_size": target.hidden_size,
+        "head_dim": max(target.head_dim if target.is_native else 0, cache.head_dim if cache is not None else 0),
+        "hidden_size": target.hidden_size if target.is_native or head is not None else 0,
         "draft_depth": draft_depth,
         "width": width,
         "candidates": width + max(draft_depth - 1, 0) * width**2,

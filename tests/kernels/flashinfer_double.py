@@ -3,7 +3,7 @@
 Written from the library's documentation, and strict where it is: what it forbids, or reads as garbage without a word,
 is an error here. Masks go through packed bytes as they do there. `install` puts this module in the library's place.
 
-Letters: B requests, T rows, N rows of a request, L keys of a request, Hq / Hkv heads, D head dim, V vocabulary.
+Letters: B requests, T rows, N rows of a request, L keys of a request, Hq / Hkv heads, D head dim, H hidden.
 """
 
 from __future__ import annotations
@@ -85,8 +85,9 @@ class BatchPrefillWithPagedKVCacheWrapper:
         self._plan = SimpleNamespace(
             row_starts=qo_indptr.tolist(), page_starts=paged_kv_indptr.tolist(), pages=indices.clone(),
             lengths=lengths.tolist(), heads=(num_qo_heads, num_kv_heads, head_dim_qk), page_size=page_size,
-            mask=mask, mask_starts=mask_starts, causal=causal, scale=head_dim_qk**-0.5 if sm_scale is None else sm_scale,
-            window_left=window_left, softcap=logits_soft_cap or 0.0, dtype=q_data_type,
+            mask=mask, mask_starts=mask_starts, causal=causal, window_left=window_left,
+            scale=head_dim_qk**-0.5 if sm_scale is None else sm_scale, softcap=logits_soft_cap or 0.0,
+            dtype=q_data_type,
         )  # fmt: skip
 
     def run(
@@ -156,6 +157,35 @@ def merge_state_in_place(v: Tensor, s: Tensor, v_other: Tensor, s_other: Tensor)
     other_share = torch.where(total > 0, others / total, 0.0)[..., None]
     v.copy_(share * v.float() + other_share * v_other.float())
     s.copy_(top + total.log2())
+
+
+def rmsnorm(input: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
+    _expect(input.dim() in (2, 3) and weight.shape == input.shape[-1:], "rows [T, H] or [T, Hq, D], one weight")
+    _expect(input.dtype == weight.dtype in HALF_TYPES and input.stride(-1) == 1, "one half type, packed rows")
+    wide = input.float()
+    return (wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps) * weight.float()).to(input.dtype)
+
+
+def silu_and_mul(input: Tensor) -> Tensor:
+    _expect(input.shape[-1] % 2 == 0 and input.dtype in HALF_TYPES and input.is_contiguous(), "even rows, of half type")
+    gate, up = input.float().chunk(2, dim=-1)
+    return (gate * torch.sigmoid(gate) * up).to(input.dtype)
+
+
+def top_p_renorm_probs(probs: Tensor, top_p: Tensor, is_deterministic: bool = False) -> Tensor:
+    """Zero below the threshold at which the probabilities not below it sum to `top_p [T]`, the others renormalised."""
+    _expect(probs.dtype == torch.float32 and probs.dim() == 2, "float32 rows")
+    _expect(bool(((top_p > 0) & (top_p < 1)).all()), "top_p in (0, 1)")
+    kept = torch.zeros_like(probs)
+    for row, (own, limit) in enumerate(zip(probs, top_p.tolist(), strict=True)):
+        for threshold in own.unique().flip(0):
+            kept[row] = torch.where(own >= threshold, own, 0.0)
+            if float(kept[row].double().sum()) >= limit:
+                break
+    return kept / kept.sum(dim=-1, keepdim=True)
+
+
+sampling = SimpleNamespace(top_p_renorm_probs=top_p_renorm_probs)
 
 
 def _expect(holds: bool, what: str) -> None:
