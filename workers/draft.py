@@ -188,7 +188,6 @@ class DraftRunner:
             return TreeGrowth(min(width, self.head.max_candidates), self.kernels.grow)
         return StaticGrowth(self._choices.truncated(depth))
 
-    @torch.inference_mode()
     def record_graphs(
         self, limits: GraphLimits, recorder: Recorder, on_progress: Callable[[int, int], None] = no_progress
     ) -> None:

@@ -25,7 +25,6 @@ from eyas.workers.input_block import InputBlock, PageRows
 from eyas.workers.kv_pool import PageTable
 from eyas.workers.sampling import SamplingParams
 from eyas.workers.tree_drafting import DraftInputs, TreeDrafting, stacked_states
-from eyas.workers.verify_graphs import signed_word
 
 Perturb = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -73,6 +72,7 @@ class DraftGraphs:
         self.batches = ladder(limits.max_batch)
         self._drafts: dict[int, _RecordedDraft] = {}
 
+    @torch.inference_mode()
     def record(self, on_progress: Callable[[int, int], None] = no_progress) -> None:
         """Record every batch size, the largest first; `on_progress` is told how many of how many are done."""
         for done, batch in enumerate(reversed(self.batches)):
@@ -83,6 +83,7 @@ class DraftGraphs:
             )  # fmt: skip
         on_progress(len(self.batches), len(self.batches))
 
+    @torch.inference_mode()
     def draft(self, request_ids: list[int], requests: Sequence[Drafting], budgets: list[int]) -> DraftTrees:
         """Trees on the host, padded to the largest number of nodes.
 
@@ -140,7 +141,7 @@ class _RecordedDraft:
         host["roots"][:count] = [each.root for each in requests]
         host["covered"][:count] = [each.num_covered for each in requests]
         host["budgets"][:count] = budgets
-        host["seeds"][:count] = [signed_word(each.sampling.seed) for each in requests]
+        host["seeds"][:count] = [each.sampling.seed for each in requests]
         if shares_noise:
             self._block.host_floats("temperatures")[:count] = [each.sampling.temperature for each in requests]
         self._block.upload()

@@ -113,7 +113,6 @@ class TargetRunner:
         """Pages held by live requests, for leak checks."""
         return sum(request.pages.num_pages for request in self._requests.values())
 
-    @torch.inference_mode()
     def record_graphs(
         self, limits: GraphLimits, recorder: Recorder, on_progress: Callable[[int, int], None] = no_progress
     ) -> None:

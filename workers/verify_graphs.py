@@ -63,6 +63,7 @@ class VerifyGraphs:
         self._pages = PageRows(limits.max_batch, limits.max_pages, pool.layout.scratch_page, verification.model.device)
         self._steps: dict[Bucket, _RecordedStep] = {}
 
+    @torch.inference_mode()
     def record(self, on_progress: Callable[[int, int], None] = no_progress) -> None:
         """Record every bucket; `on_progress` is told how many of how many are done."""
         for done, bucket in enumerate(self.buckets):
@@ -72,6 +73,7 @@ class VerifyGraphs:
             )
         on_progress(len(self.buckets), len(self.buckets))
 
+    @torch.inference_mode()
     def verify(self, requests: list[VerifyRequest]) -> VerifyOutcome:
         """Verify, accept and compact the trees of one step.
 
@@ -171,12 +173,6 @@ class _RecordedStep:
             host["parents"][place, :size] = request.parents
             first += size
         host["committed"][:count] = [each.num_committed for each in requests]
-        host["seeds"][:count] = [signed_word(each.sampling.seed) for each in requests]
+        host["seeds"][:count] = [each.sampling.seed for each in requests]
         self._block.host_floats("temperatures")[:count] = [each.sampling.temperature for each in requests]
         self._block.host_floats("top_p")[:count] = [each.sampling.top_p for each in requests]
-
-
-def signed_word(seed: int) -> int:
-    """A seed's low 64 bits as int64 holds them."""
-    word = seed & ((1 << 64) - 1)
-    return word - (1 << 64) if word >> 63 else word

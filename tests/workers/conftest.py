@@ -205,6 +205,7 @@ def models(tiny_models: TinyModels) -> Models:
     guessing_head.__class__ = GuessingHead
     assert isinstance(guessing_head, GuessingHead)
     guessing_head.guesses = logits_after_each_token(target)
+    guessing_head.state_size += config.vocab_size
     return Models(target_folder, head_folder, target, random_head, guessing_head)
 
 
