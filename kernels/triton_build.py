@@ -209,17 +209,20 @@ def _launch_shape(nodes: int) -> tuple[int, int]:
 
 def _aot_case(encoding: MaskEncoding, nodes: int) -> AotCase:
     block, num_warps = _launch_shape(nodes)
-    word = str(packed_words(nodes)[1]).removeprefix("torch.uint")
+    num_words, dtype = packed_words(nodes)
+    word = str(dtype).removeprefix("torch.uint")
     indices = ("parents", "num_nodes", "committed", "positions", "first_child", "next_sibling")
+    ones = {name: 1 for name, size in (("num_nodes", nodes), ("num_words", num_words)) if size == 1}
     return AotCase(
         kernel=_build_kernel,
         signature={f"{name}_ptr": "*i64" for name in indices}
         | {"mask_ptr": f"*u{word}" if encoding is MaskEncoding.PACKED else "*i1", "is_tree_ptr": "*i1"}
-        | dict.fromkeys(("num_nodes", "num_words", "num_keys"), "i32"),
-        constexprs={"ENCODING": encoding.value, "BLOCK": block, "PREFIX_BLOCK": PREFIX_BLOCK},
+        | {name: "i32" for name in ("num_nodes", "num_words", "num_keys") if name not in ones},
+        constexprs={**ones, "ENCODING": encoding.value, "BLOCK": block, "PREFIX_BLOCK": PREFIX_BLOCK},
         num_warps=num_warps,
         label=f"{encoding} N={nodes}",
     )
 
 
-AOT = [_aot_case(encoding, nodes) for encoding in MaskEncoding for nodes in (8, 16, 32, 128)]
+# Triton compiles integers of 1 in.
+AOT = [_aot_case(encoding, nodes) for encoding in MaskEncoding for nodes in (1, 8, 32, 128)]

@@ -152,18 +152,21 @@ def _aot_case(dtype: str, width: int) -> AotCase:
     block, chunk, num_warps = _launch_shape(width)
     indices = ("parent_indices", "tokens", "parents", "best_tokens", "best_ranks", "best_indices")
     scores = ("parent_scores", "scores", "best_scores")
-    integers = ("first_index", "width", *(f"{name}_stride_{dim}" for name in ("tokens", "log_probs") for dim in "brc"))
+    strides = tuple(f"{name}_stride_{dim}" for name in ("tokens", "log_probs") for dim in "brc")
+    integers = ("first_index", "width", *strides)
+    ones = ("width", *strides) if width == 1 else (strides[2], strides[5])
     return AotCase(
         kernel=_expand_kernel,
         signature={f"{name}_ptr": "*i64" for name in indices}
         | {f"{name}_ptr": "*fp32" for name in scores}
         | {"log_probs_ptr": f"*{dtype}"}
-        | dict.fromkeys(integers, "i32"),
-        constexprs={"BLOCK": block, "CHUNK": chunk},
+        | {name: "i32" for name in integers if name not in ones},
+        constexprs={**dict.fromkeys(ones, 1), "BLOCK": block, "CHUNK": chunk},
         num_warps=num_warps,
         label=f"{dtype} W={width}",
     )
 
 
+# Triton compiles integers of 1 in.
 AOT = [_aot_case(dtype, width) for dtype in LOG_PROB_DTYPES.values() for width in (1, 8, 10, 32)]
 OPERATIONS = GrowOperations(expand_level, select_within)

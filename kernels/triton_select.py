@@ -155,16 +155,20 @@ def _launch_shape(pooled: int, max_nodes: int) -> tuple[int, int, int]:
 def _aot_case(pooled: int, max_nodes: int) -> AotCase:
     block, nodes, num_warps = _launch_shape(pooled, max_nodes)
     indices = ("root_tokens", "tokens", "parents", "budgets", "tree_tokens", "tree_parents", "num_nodes")
+    ones = {name: 1 for name, size in (("pooled", pooled), ("max_nodes", max_nodes)) if size == 1}
     return AotCase(
         kernel=_select_kernel,
         signature={f"{name}_ptr": "*i64" for name in indices}
-        | {"scores_ptr": "*fp32", "is_closed_ptr": "*i1", "pooled": "i32", "max_nodes": "i32"},
-        constexprs={"BLOCK": block, "NODES": nodes},
+        | {"scores_ptr": "*fp32", "is_closed_ptr": "*i1"}
+        | {name: "i32" for name in ("pooled", "max_nodes") if name not in ones},
+        constexprs={**ones, "BLOCK": block, "NODES": nodes},
         num_warps=num_warps,
         label=f"P={pooled} N={max_nodes}",
     )
 
 
+# Triton compiles integers of 1 in.
 AOT = [
-    _aot_case(pooled, nodes) for pooled, nodes in ((5, 6), (76, 16), (410, 64), (710, 128), (1552, 64), (4096, 1024))
+    _aot_case(pooled, nodes)
+    for pooled, nodes in ((1, 1), (5, 6), (76, 16), (410, 64), (710, 128), (1552, 64), (4096, 1024))
 ]

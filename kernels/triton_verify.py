@@ -100,15 +100,19 @@ def verify_walk(trees: DraftTrees, links: TreeLinks, target_tokens: Tensor, draf
     return accepted
 
 
-_POINTERS = (
-    "tokens", "num_nodes", "first_child", "next_sibling", "target_tokens", "path", "num_accepted", "bonus_tokens",
-)  # fmt: skip
-AOT = [
-    AotCase(
+def _aot_case(max_nodes: int, path_length: int) -> AotCase:
+    links = ("first_child", "next_sibling", "target_tokens")
+    pointers = ("tokens", "num_nodes", *links, "path", "num_accepted", "bonus_tokens")
+    ones = {name: 1 for name, size in (("max_nodes", max_nodes), ("path_length", path_length)) if size == 1}
+    return AotCase(
         kernel=_verify_kernel,
-        signature={f"{name}_ptr": "*i64" for name in _POINTERS} | {"max_nodes": "i32", "path_length": "i32"},
-        constexprs={},
+        signature={f"{name}_ptr": "*i64" for name in pointers}
+        | {name: "i32" for name in ("max_nodes", "path_length") if name not in ones},
+        constexprs={**ones},
         num_warps=1,
-        label="int64",
+        label=f"N={max_nodes} A={path_length}",
     )
-]
+
+
+# Triton compiles integers of 1 in.
+AOT = [_aot_case(max_nodes, path_length) for max_nodes, path_length in ((1, 1), (1, 6), (8, 1), (8, 6))]
