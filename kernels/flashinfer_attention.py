@@ -225,10 +225,10 @@ class CascadeFlashInfer:
                 )
             return block_mask(rows, mask, int(row_starts[-1]))
 
-        calls = [_Call(block_keys(rows, mask.shape[2], page_size), within)]
-        if int(host_prefixes.sum()) > 0:
-            calls.append(_Call(paged_keys(rows.page_table, prefixes, host_prefixes, page_size)))
-        return PlannedFlashInfer(self._wrappers, row_starts, calls)
+        prefix = _Call(paged_keys(rows.page_table, prefixes, host_prefixes, page_size))
+        block = _Call(block_keys(rows, mask.shape[2], page_size), within)
+        has_prefixes = int(host_prefixes.sum()) > 0
+        return PlannedFlashInfer(self._wrappers, row_starts, [block, prefix] if has_prefixes else [block])
 
 
 def _plan_causal(wrappers: _Wrappers, rows: PagedRows) -> PlannedFlashInfer:
