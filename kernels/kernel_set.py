@@ -65,6 +65,6 @@ def load_kernels(name: str) -> KernelSet:
         compact=triton_compact.compact,
         sample_tokens=triton_sample.sample_tokens,
         perturb=triton_sample.perturb,
-        grow=GrowOperations(triton_grow.expand_level, triton_grow.select_within),
+        grow=triton_grow.OPERATIONS,
         fused=triton_fused.TRITON,
     )

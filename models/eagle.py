@@ -137,6 +137,7 @@ class EagleHead(DraftHead):
         self.capture = config.capture
         self.dtype, self.device = embedding.dtype, embedding.device
         self.cache = config.layers.cache
+        self.state_size = config.hidden_size
 
         def norm(name: str) -> RMSNorm | None:
             if name not in config.norms:

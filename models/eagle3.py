@@ -62,6 +62,7 @@ class Eagle3Head(DraftHead):
         self.capture = config.capture
         self.dtype, self.device = embedding.dtype, embedding.device
         self.cache = config.layers.cache
+        self.state_size = config.hidden_size
         eps = config.layers.rms_norm_eps
 
         def norm(name: str) -> RMSNorm:

@@ -23,6 +23,7 @@ from eyas.models.parallel import TensorParallel
 torch.set_num_threads(1)
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined: before any kernel module is imported
+    import interpreter_scalars  # noqa: F401
 settings.register_profile("eyas", deadline=None, max_examples=150)
 settings.load_profile("eyas")
 

@@ -173,7 +173,7 @@ class DeviceRankers:
         return DeviceRanker(
             temperatures=self.temperatures.float().repeat_interleave(repeats),
             seeds=self.seeds.repeat_interleave(repeats),
-            positions=positions.expand(-1, rows_each, -1).reshape(-1),
+            positions=positions.expand(-1, rows_each, -1).flatten().contiguous(),
             perturb=self.perturb,
             width=width,
         )

@@ -56,7 +56,7 @@ class LevelAttention:
             ancestors = torch.cat([inherited, own], dim=2)
         self._ancestors = ancestors
         self._level_widths.append(width)
-        positions = (self._covered + self._num_levels)[:, None].expand(-1, width).reshape(-1)
+        positions = (self._covered + self._num_levels).repeat_interleave(width)
         self._num_levels += 1
         attention = self._attention(positions)
         states = self._head.step(parent_states.flatten(0, 1), tokens.flatten(), positions, attention)
