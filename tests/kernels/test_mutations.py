@@ -1,4 +1,4 @@
-"""Break one line of each Triton kernel, and the parity matrix goes red.
+"""Break one line of each Triton kernel, and of what FlashInfer is called with, and the parity matrix goes red.
 
 `mutations/*.json` lists the breaks: the line as it stands, the broken one, and the cases of the matrix that notice it.
 Each runs on a copy of `kernels/` in a process of its own, two at a time. Red means that numbers differed: a kernel that
@@ -106,6 +106,7 @@ def test_the_same_cases_are_green_over_an_unbroken_copy(
     assert runs[None].returncode == 0, runs[None].stdout + runs[None].stderr
 
 
-def test_every_triton_function_is_broken_once() -> None:
+def test_every_triton_function_is_broken_at_least_once() -> None:
     broken = {(Path(mutation.file).name, mutation.kernel) for mutation in MUTATIONS}
-    assert broken == {(file, name) for file, names in jit_functions().items() for name in names}
+    functions = {(file, name) for file, names in jit_functions().items() for name in names}
+    assert functions - broken == set()
