@@ -21,6 +21,7 @@ from eyas.workers.loading import (
     load_target_model,
     new_draft_runner,
     new_target_runner,
+    record_steps,
 )
 from eyas.workers.local import LocalWorkers
 from eyas.workers.memory import agree_num_pages, head_page_bytes, measure, release_cached, target_page_bytes
@@ -66,6 +67,9 @@ def _open_workers(
             if report is not None:
                 log_probe(report)
                 target.capture = report.capture
+        record_steps(spec, target)
+        if drafter is not None:
+            record_steps(spec, drafter)
         yield LocalWorkers(target, drafter), num_pages
         return
     import ray

@@ -12,7 +12,7 @@ from eyas.deployments.scheduler import Scheduler, TreeShape
 from eyas.kernels.published_trees import named_tree
 from eyas.models.catalog import DEFAULT_TARGET, resolve_head, resolve_target
 from eyas.models.head_files import HeadOptions
-from eyas.workers.loading import EngineSpec
+from eyas.workers.loading import EngineSpec, StepLimits
 
 # Draft nodes stand past the end of the text, where the model's RoPE table must still reach.
 _MAX_DRAFT_DEPTH = 64
@@ -124,6 +124,13 @@ class EngineSettings(BaseModel):
             attention_backend=self.attention_backend,
             kernel_backend=self.kernel_backend,
             cuda_graphs=self.cuda_graphs,
+            step_limits=StepLimits(
+                max_batch=self.max_batch_size,
+                max_nodes=shape.node_budget,
+                draft_depth=shape.draft_depth,
+                width=shape.width,
+                num_extra_slots=shape.num_extra_slots,
+            ),
         )
         spec.validate(shape.draft_depth, shape.width if is_speculating and shape.choices is None else 0)
         if spec.num_pages is not None:

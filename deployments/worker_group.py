@@ -123,6 +123,7 @@ class WorkerGroup:
             if report is not None:
                 log_probe(report)
                 get([rank.set_capture.remote(report.capture) for rank in self._ranks])
+        get([worker.record.remote() for worker in workers])
         addresses = get([worker.address.remote() for worker in workers])
         targets = addresses[: len(self._ranks)]
         wire = WireAddresses(self._inbox.address, targets, addresses[-1] if self._drafter is not None else None)

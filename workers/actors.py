@@ -6,6 +6,7 @@ own the pools, are made when the router has told every worker the number agreed 
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import zmq
 from eyas.workers.channel import Outbox, worker_inbox
 from eyas.workers.cuda_ipc import check_allocator
 from eyas.workers.exchange import HiddenStateExchange, attach_exchange, create_exchange
+from eyas.workers.graphs import Progress
 from eyas.workers.loading import (
     EngineSpec,
     load_draft_head,
@@ -24,6 +26,7 @@ from eyas.workers.loading import (
     new_draft_runner,
     new_target_runner,
     probe,
+    record_steps,
 )
 from eyas.workers.loops import DraftLoop, TargetLoop
 from eyas.workers.memory import (
@@ -38,6 +41,9 @@ from eyas.workers.probe import ProbeReport
 from eyas.workers.rank_group import Rendezvous, join_group
 from eyas.workers.ring import RingHandle, RingShape
 
+_log = logging.getLogger("eyas.workers")
+
+_LOGGED_RECORDINGS = 10
 _EXCHANGE_SLOTS = 4
 
 
@@ -125,6 +131,10 @@ class TargetWorker(_Worker):
         """Publish these target states; as many as before, so the exchange ring stays."""
         self._runner.capture = tuple(capture)
 
+    def record(self) -> None:
+        """Record the decode steps, where they are replayed; all ranks at once, once what they publish is settled."""
+        record_steps(self.spec, self._runner, _log_progress("decode steps"))
+
     def unlink_exchange(self) -> None:
         """Called once the drafter has attached."""
         if self._exchange is not None:
@@ -170,7 +180,19 @@ class DraftWorker(_Worker):
         limit_process(self._head.device, num_pages, page_bytes, self.spec.gpu_memory_fraction)
         self._runner = new_draft_runner(self.spec, self._head)
 
+    def record(self) -> None:
+        """Record whole drafts, where they are replayed."""
+        record_steps(self.spec, self._runner, _log_progress("drafts"))
+
     def run(self, wire: WireAddresses) -> None:
         """The step loop; returns on shutdown."""
         to_targets = [Outbox(self.context, address) for address in wire.targets]
         DraftLoop(self._runner, self.inbox, to_targets, self._exchange).run()
+
+
+def _log_progress(what: str) -> Progress:
+    def log(done: int, total: int) -> None:
+        if done == total or done % _LOGGED_RECORDINGS == 0:
+            _log.info("recorded %d of %d %s", done, total, what)
+
+    return log

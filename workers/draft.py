@@ -9,7 +9,6 @@ Letters: T rows, B requests, W candidates per parent, S width of a head's state.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -20,9 +19,10 @@ from eyas.kernels.grow import TreeGrowth
 from eyas.kernels.static_tree import ShapeIndices, StaticGrowth, TreeChoices
 from eyas.models.attention import Attention, no_attention
 from eyas.models.head import DraftHead, Ranker
+from eyas.models.layers import use_operations
 from eyas.workers.buckets import GraphLimits
 from eyas.workers.draft_graphs import DraftGraphs, DraftShape
-from eyas.workers.graphs import Recorder, no_progress
+from eyas.workers.graphs import Progress, Recorder, no_progress
 from eyas.workers.kv_pool import KVPool, PageTable, PoolLayout, page_table
 from eyas.workers.messages import AcceptedRun, StepPlan
 from eyas.workers.paged_attention import AttentionGroup, PagedAttention, causal_rows
@@ -88,6 +88,7 @@ class DraftRunner:
             )  # fmt: skip
         backends = backends or StepBackends()
         self.kernels = backends.kernels
+        use_operations(head, self.kernels.fused)
         self.attention = None
         if self.pool is not None and cache is not None:
             self.attention = backends.attention(self.pool.geometry(cache.num_heads))
@@ -188,9 +189,7 @@ class DraftRunner:
             return TreeGrowth(min(width, self.head.max_candidates), self.kernels.grow)
         return StaticGrowth(self._choices.truncated(depth))
 
-    def record_graphs(
-        self, limits: GraphLimits, recorder: Recorder, on_progress: Callable[[int, int], None] = no_progress
-    ) -> None:
+    def record_graphs(self, limits: GraphLimits, recorder: Recorder, on_progress: Progress = no_progress) -> None:
         """Record whole drafts of the shape in `limits`; from then on every draft is replayed."""
         depth = limits.draft_depth if self.head.max_depth is None else min(limits.draft_depth, self.head.max_depth)
         if self._choices is None:

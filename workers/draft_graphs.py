@@ -20,7 +20,7 @@ from eyas.kernels.static_tree import StaticGrowth
 from eyas.kernels.tree import DraftTrees
 from eyas.models.head import Candidates, Ranker
 from eyas.workers.buckets import GraphLimits, ladder
-from eyas.workers.graphs import Recorder, no_progress
+from eyas.workers.graphs import Progress, Recorder, no_progress
 from eyas.workers.input_block import InputBlock, PageRows
 from eyas.workers.kv_pool import PageTable
 from eyas.workers.sampling import SamplingParams
@@ -73,7 +73,7 @@ class DraftGraphs:
         self._drafts: dict[int, _RecordedDraft] = {}
 
     @torch.inference_mode()
-    def record(self, on_progress: Callable[[int, int], None] = no_progress) -> None:
+    def record(self, on_progress: Progress = no_progress) -> None:
         """Record every batch size, the largest first; `on_progress` is told how many of how many are done."""
         for done, batch in enumerate(reversed(self.batches)):
             on_progress(done, len(self.batches))

@@ -13,6 +13,10 @@ import torch
 _WARM_UP_RUNS = 2  # compiles kernels and lets libraries allocate their workspaces, neither possible while recording
 
 
+Progress = Callable[[int, int], None]
+"""Told how many recordings of how many are done."""
+
+
 def no_progress(done: int, total: int) -> None:
     """Tell nobody."""
 

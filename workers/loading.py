@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import msgspec
 import torch
 
-from eyas.kernels.backends import AUTO, KernelNeed, choose_attention, choose_kernels
+from eyas.kernels.backends import AUTO, KernelNeed, choose_attention, choose_kernels, create_attention
 from eyas.kernels.capabilities import Capabilities
+from eyas.kernels.kernel_set import load_kernels
 from eyas.kernels.static_tree import TreeChoices
 from eyas.models.config import DecoderConfig
 from eyas.models.decoder import Decoder
@@ -19,14 +21,32 @@ from eyas.models.linear import pack_linears
 from eyas.models.parallel import TensorParallel
 from eyas.models.target_loading import load_target_decoder
 from eyas.models.target_weights import TargetWeights
+from eyas.workers.buckets import GraphLimits
 from eyas.workers.draft import DraftRunner
+from eyas.workers.graph_memory import check_step_memory, step_bytes
+from eyas.workers.graphs import Progress, no_progress, recorder_for
 from eyas.workers.kv_pool import PoolLayout
 from eyas.workers.needs import head_need, kernel_need, target_need
 from eyas.workers.probe import ProbeReport, probe_head
 from eyas.workers.self_check import check_target
+from eyas.workers.step_backends import StepBackends
 from eyas.workers.target import TargetRunner
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class StepLimits(msgspec.Struct, frozen=True):
+    """The largest step an engine will plan.
+
+    Args:
+        num_extra_slots: slots a request needs beside its text.
+    """
+
+    max_batch: int
+    max_nodes: int
+    draft_depth: int
+    width: int
+    num_extra_slots: int
 
 
 class EngineSpec(msgspec.Struct, frozen=True):
@@ -42,6 +62,7 @@ class EngineSpec(msgspec.Struct, frozen=True):
         gpu_memory_fraction: see `agree_num_pages`.
         shares_noise: see `DraftRunner`.
         attention_backend, kernel_backend: names of `kernels.capabilities`, or `auto`.
+        step_limits: sizes the recordings; None only where nothing is recorded.
         cuda_graphs: capture verify passes and draft loops on a CUDA device; False launches every kernel by itself.
     """
 
@@ -61,6 +82,7 @@ class EngineSpec(msgspec.Struct, frozen=True):
     attention_backend: str = AUTO
     kernel_backend: str = AUTO
     cuda_graphs: bool = True
+    step_limits: StepLimits | None = None
 
     @property
     def layout(self) -> PoolLayout:
@@ -115,6 +137,28 @@ class EngineSpec(msgspec.Struct, frozen=True):
         device = torch.device(self.device).type
         return KernelNeed(device, self.torch_dtype, graph_capture=self.cuda_graphs and device == "cuda")
 
+    def graph_limits(self) -> GraphLimits | None:
+        """What recorded steps must hold; None where steps run eagerly."""
+        if not self.captures_graphs:
+            return None
+        limits = self.step_limits
+        if limits is None:
+            raise RuntimeError("the largest step of an engine that records its steps must be known")
+        max_places = self.target_config().max_positions + limits.num_extra_slots
+        max_pages = min(-(-max_places // self.page_size), self.layout.num_pages)
+        return GraphLimits(limits.max_batch, limits.max_nodes, limits.draft_depth, max_pages, limits.width)
+
+    def target_backends(self) -> StepBackends:
+        """What a target rank computes with."""
+        return StepBackends(load_kernels(self.kernels().name), partial(create_attention, self.target_attention()))
+
+    def head_backends(self) -> StepBackends:
+        """What the drafter computes with."""
+        kernels, attention = load_kernels(self.kernels().name), self.head_attention()
+        if attention is None:
+            return StepBackends(kernels)
+        return StepBackends(kernels, partial(create_attention, attention))
+
     def target_attention(self) -> Capabilities:
         """The target's attention backend; see `choose_attention`."""
         return choose_attention(self.attention_backend, target_need(self._need, self.target_config(), self.page_size))
@@ -164,7 +208,7 @@ def load_target_model(spec: EngineSpec, parallel: TensorParallel | None = None) 
 
 def new_target_runner(spec: EngineSpec, model: Decoder) -> TargetRunner:
     """Allocate the pool of a loaded target rank, and all else it needs for steps."""
-    return TargetRunner(model, spec.layout, spec.capture())
+    return TargetRunner(model, spec.layout, spec.capture(), spec.target_backends())
 
 
 def load_target(spec: EngineSpec, parallel: TensorParallel | None = None) -> TargetRunner:
@@ -192,10 +236,31 @@ def probe(spec: EngineSpec, runner: TargetRunner, prompts: list[list[int]], is_f
 def new_draft_runner(spec: EngineSpec, head: DraftHead) -> DraftRunner:
     """Allocate the pool of a loaded head, and all else it needs for steps."""
     choices = None if spec.tree_choices is None else TreeChoices(spec.tree_choices)
-    return DraftRunner(head, spec.layout, spec.shares_noise, choices)
+    return DraftRunner(head, spec.layout, spec.shares_noise, choices, spec.head_backends())
 
 
 def load_drafter(spec: EngineSpec) -> DraftRunner | None:
     """Load the drafter, of an engine whose pages are known; None for an engine without a head."""
     head = load_draft_head(spec)
     return None if head is None else new_draft_runner(spec, head)
+
+
+def record_steps(spec: EngineSpec, runner: TargetRunner | DraftRunner, on_progress: Progress = no_progress) -> None:
+    """Record the runner's steps where the engine replays them; call it once the runner's capture is settled.
+
+    Raises:
+        ValueError: if they do not fit into the memory that is left.
+    """
+    limits = spec.graph_limits()
+    if limits is None:
+        return
+    if isinstance(runner, TargetRunner):
+        rows = limits.max_batch * limits.max_nodes
+        needed = step_bytes(spec.target_config(), rows, spec.torch_dtype, spec.tensor_parallel_size)
+        check_step_memory(needed, runner.device)
+    try:
+        runner.record_graphs(limits, recorder_for(runner.device), on_progress)
+    except torch.cuda.OutOfMemoryError:
+        raise ValueError(
+            "gpu_memory_fraction: recording the largest step ran out of memory; lower it, max_batch_size or node_budget"
+        ) from None

@@ -8,17 +8,17 @@ Letters: T rows of the step, B decoding requests, N nodes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from eyas.kernels.verify import AcceptedPaths
 from eyas.models.decoder import Decoder
+from eyas.models.layers import use_operations
 from eyas.workers.buckets import GraphLimits
-from eyas.workers.graphs import Recorder, no_progress
+from eyas.workers.graphs import Progress, Recorder, no_progress
 from eyas.workers.kv_pool import KVPool, PageTable, PoolLayout, page_table
 from eyas.workers.messages import AcceptedRun, DecodeItem, StepPlan
 from eyas.workers.paged_attention import AttentionGroup, PagedAttention, causal_rows
@@ -104,6 +104,8 @@ class TargetRunner:
             layout, config.num_layers, kv_heads, config.head_dim, self.dtype, self.device, config.value_head_dim
         )
         self.kernels = backends.kernels
+        if isinstance(model, nn.Module):
+            use_operations(model, self.kernels.fused)
         self.attention = backends.attention(self.pool.geometry(config.num_heads // model.parallel.size))
         self.graphs: VerifyGraphs | None = None
         self._requests: dict[int, TargetRequest] = {}
@@ -113,9 +115,7 @@ class TargetRunner:
         """Pages held by live requests, for leak checks."""
         return sum(request.pages.num_pages for request in self._requests.values())
 
-    def record_graphs(
-        self, limits: GraphLimits, recorder: Recorder, on_progress: Callable[[int, int], None] = no_progress
-    ) -> None:
+    def record_graphs(self, limits: GraphLimits, recorder: Recorder, on_progress: Progress = no_progress) -> None:
         """Record the decode steps within `limits`; from then on steps without prompt chunks are replayed.
 
         Call it when `capture` is settled. All ranks must call it alike.

@@ -5,7 +5,6 @@ Letters: T rows of a bucket, B requests of a bucket, N nodes, A = draft depth + 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from eyas.kernels.tree import PADDING_PARENT
 from eyas.workers.buckets import Bucket, GraphLimits, smallest_bucket, verify_buckets
-from eyas.workers.graphs import Recorder, no_progress
+from eyas.workers.graphs import Progress, Recorder, no_progress
 from eyas.workers.input_block import InputBlock, PageRows
 from eyas.workers.kv_pool import PageTable
 from eyas.workers.sampling import SamplingParams
@@ -64,7 +63,7 @@ class VerifyGraphs:
         self._steps: dict[Bucket, _RecordedStep] = {}
 
     @torch.inference_mode()
-    def record(self, on_progress: Callable[[int, int], None] = no_progress) -> None:
+    def record(self, on_progress: Progress = no_progress) -> None:
         """Record every bucket; `on_progress` is told how many of how many are done."""
         for done, bucket in enumerate(self.buckets):
             on_progress(done, len(self.buckets))

@@ -1,14 +1,18 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
 import torch
 
+from eyas.deployments.scheduler import TreeShape
 from eyas.models.linear import Linear
+from eyas.workers.buckets import GraphLimits
 from eyas.workers.kv_pool import PoolLayout
-from eyas.workers.loading import EngineSpec, load_drafter, load_target
+from eyas.workers.loading import EngineSpec, StepLimits, load_drafter, load_target
+from eyas.workers.local import LocalWorkers
 
 if TYPE_CHECKING:
     from tests.conftest import TinyModels
@@ -95,3 +99,34 @@ def test_spec_survives_the_wire(tiny_models: TinyModels) -> None:
     """Catches a field that an actor's process would not get."""
     spec = spec_of("/a", "/b", dtype="bfloat16", tensor_parallel_size=2)
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(spec), type=EngineSpec) == spec
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, over the garbage in padding rows
+def test_named_backends_are_the_ones_that_run(models: Any, jobs: Any, plain_texts: Any, new_generation: Any) -> None:
+    """Catches a backend that is chosen, checked, and then not used."""
+    spec = EngineSpec(
+        str(models.target_folder), str(models.head_folder), "float32", "cpu", 40, 8, num_threads=1,
+        attention_backend="triton", kernel_backend="triton",
+    )  # fmt: skip
+    target, drafter = load_target(spec), load_drafter(spec)
+    assert drafter is not None
+    for runner in (target, drafter):
+        assert type(runner.attention).__name__ == "TritonAttention"
+        assert runner.kernels.verify_walk.__module__ == "eyas.kernels.triton_verify"
+    generation = new_generation(LocalWorkers(target, drafter), TreeShape(5, 2, 2))
+    generation.submit(replace(jobs[1], max_tokens=4))
+    assert generation.run() == [plain_texts[1][:4]]
+
+
+def test_recorded_steps_are_sized_by_the_engine(models: Any) -> None:
+    """Catches page tables too short for the longest text and its tree, and recordings on a device without graphs."""
+    limits = StepLimits(max_batch=4, max_nodes=8, draft_depth=3, width=2, num_extra_slots=16)
+    spec = EngineSpec(
+        str(models.target_folder), None, "bfloat16", "cuda", 100, 16, num_threads=1, attention_backend="triton",
+        kernel_backend="triton", step_limits=limits,
+    )  # fmt: skip
+    longest = spec.target_config().max_positions
+    assert spec.graph_limits() == GraphLimits(4, 8, 3, -(-(longest + 16) // 16), 2)
+    assert spec.with_pages(5).graph_limits() == GraphLimits(4, 8, 3, 5, 2)
+    for eager in (msgspec.structs.replace(spec, cuda_graphs=False), msgspec.structs.replace(spec, device="cpu")):
+        assert eager.graph_limits() is None
