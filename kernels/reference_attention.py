@@ -2,7 +2,8 @@
 
 A plan turns the page table into slots and the mask into the form `attend` adds to its logits; layers share both, and
 one more mask for each size of window among them. Rows under a mask are padded into one call; causal rows are attended
-request by request, so that a prompt chunk is never padded to another's keys.
+request by request, so that a prompt chunk is never padded to another's keys. Causal rows are text in its order: each
+stands at the position of its own place, and no positions need be given.
 
 It reads lengths on the host, so on a GPU it waits for the device.
 
@@ -159,18 +160,14 @@ class ReferenceAttention:
         count = end - start
         columns = torch.arange(prefix + count, device=rows.page_table.device)
         mask = columns <= columns[prefix:, None]
-        query_positions = key_positions = None
-        if rows.query_positions is not None and rows.key_positions is not None:
-            query_positions = rows.query_positions[None, start:end]
-            key_positions = torch.cat([columns[:prefix], rows.key_positions[request, :count]])[None]
         return _Segment(
             rows=None,
             real=None,
             slots=self._slots(rows.page_table[request : request + 1], prefix + count),
             mask=additive_mask(mask[None], self._geometry.group, self._geometry.dtype),
             shape=(1, count),
-            query_positions=query_positions,
-            key_positions=key_positions,
+            query_positions=columns[None, prefix:],
+            key_positions=columns[None],
         )
 
     def _slots(self, page_table: Tensor, num_keys: int) -> Tensor:

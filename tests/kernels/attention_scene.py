@@ -119,7 +119,7 @@ class Scene:
             positions = [request.prefix + len(request.path(place)) - 1 for place in range(len(request.parents))]
             key_positions[index, : len(positions)] = torch.tensor(positions)
             query_positions += [positions[place] for place in request.rows]
-        device = self.geometry.device
+        device, has_positions = self.geometry.device, not self.is_causal
         mask = None if self.is_causal else self._mask(encoding, int(counts.max()), max_block).to(device)
         fields = {
             "row_starts": counts.cumsum(0).int().to(device),
@@ -130,8 +130,10 @@ class Scene:
             "max_rows": int(counts.max()),
             "max_block": max_block,
             "max_prefix": max_prefix,
-            "query_positions": torch.tensor(query_positions, dtype=torch.int64, device=device),
-            "key_positions": key_positions.to(device),
+            "query_positions": torch.tensor(query_positions, dtype=torch.int64, device=device)
+            if has_positions
+            else None,
+            "key_positions": key_positions.to(device) if has_positions else None,
         }
         return PagedRows(**(fields | changes))
 

@@ -104,10 +104,9 @@ def test_equals_attend_to_the_last_bit() -> None:
     assert torch.equal(attended(scene), expected.flatten(0, 1))
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_window_without_positions_is_an_error(is_causal: bool) -> None:
+def test_window_without_positions_is_an_error() -> None:
     """Catches a windowed layer that sees everything because its caller gave no positions."""
-    scene = Scene([chain(3, 2)], is_causal=is_causal)
+    scene = Scene([chain(3, 2)])
     rows = scene.rows(MaskEncoding.FULL, query_positions=None)
     plan = ReferenceAttention(scene.geometry).plan(rows)
     plan(scene.query, scene.key_cache, scene.value_cache)
