@@ -8,10 +8,9 @@ Letters: T rows of the step, B decoding requests, N nodes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from eyas.kernels.verify import AcceptedPaths
@@ -25,6 +24,7 @@ from eyas.workers.paged_attention import AttentionGroup, PagedAttention, causal_
 from eyas.workers.sampler import RowSampling, choose_tokens
 from eyas.workers.sampling import SamplingParams
 from eyas.workers.step_backends import StepBackends
+from eyas.workers.step_rows import ScoredRows, StepRows
 from eyas.workers.tree_batch import TreeBatch
 from eyas.workers.tree_verification import TreeVerification
 from eyas.workers.verify_graphs import VerifyGraphs, VerifyRequest
@@ -62,24 +62,6 @@ class VerifiedStep:
     runs: list[AcceptedRun]
     features: Tensor | None
     errors: dict[int, str]
-
-
-@dataclass(slots=True)
-class _StepRows:
-    """Flat rows of a step under construction: decoding requests first, then prompt chunks."""
-
-    token_ids: list[int] = field(default_factory=list)
-    positions: list[int] = field(default_factory=list)
-    slots: list[Tensor] = field(default_factory=list)
-    groups: list[AttentionGroup] = field(default_factory=list)
-
-    def add(self, token_ids: list[int], positions: list[int], slots: Tensor) -> int:
-        """Append rows and return the first one's index."""
-        first = len(self.token_ids)
-        self.token_ids += token_ids
-        self.positions += positions
-        self.slots.append(slots)
-        return first
 
 
 class TargetRunner:
@@ -137,7 +119,7 @@ class TargetRunner:
             return VerifiedStep(runs=[], features=None, errors={})
         if self.graphs is not None and not plan.prefill:
             return self._replay(self.graphs, plan.decode, trees)
-        rows = _StepRows()
+        rows = StepRows()
         batch = self._add_trees(plan, trees, rows) if plan.decode else None
         chunk_rows = self._add_chunks(plan, rows) if plan.prefill else []
         output = self.model(
@@ -203,7 +185,7 @@ class TargetRunner:
         errors = {decode[row].request_id: _NOT_FINITE for row in outcome.not_finite}
         return VerifiedStep(runs, outcome.features, errors)
 
-    def _add_trees(self, plan: StepPlan, trees: dict[int, tuple[list[int], list[int]]], rows: _StepRows) -> TreeBatch:
+    def _add_trees(self, plan: StepPlan, trees: dict[int, tuple[list[int], list[int]]], rows: StepRows) -> TreeBatch:
         """Lay out the trees of all decoding requests as the first rows of the step and as one group."""
         requests = [self._requests[item.request_id] for item in plan.decode]
         drafted = [_tree_of(item, request, trees) for item, request in zip(plan.decode, requests, strict=True)]
@@ -221,7 +203,7 @@ class TargetRunner:
         rows.groups.append(AttentionGroup(batch.num_rows, self.attention.plan(paged_rows)))
         return batch
 
-    def _add_chunks(self, plan: StepPlan, rows: _StepRows) -> list[int]:
+    def _add_chunks(self, plan: StepPlan, rows: StepRows) -> list[int]:
         """Lay out the next prompt rows of every prefilling request as one group; returns each chunk's first row."""
         firsts, starts, lengths, tables = [], [], [], []
         for chunk in plan.prefill:
@@ -240,7 +222,7 @@ class TargetRunner:
         request = self._requests[request_id]
         return request.num_committed + length == len(request.prompt_ids)
 
-    def _scored_rows(self, plan: StepPlan, batch: TreeBatch | None, chunk_rows: list[int]) -> _ScoredRows:
+    def _scored_rows(self, plan: StepPlan, batch: TreeBatch | None, chunk_rows: list[int]) -> ScoredRows:
         """Rows whose next token matters: every tree node, and the last row of each chunk that ends its prompt."""
         index: list[int] = []
         owners: list[int] = []
@@ -256,9 +238,9 @@ class TargetRunner:
                 index.append(first + chunk.length - 1)
                 owners.append(chunk.request_id)
                 positions.append(self._requests[chunk.request_id].num_committed + chunk.length)
-        return _ScoredRows(index, owners, positions)
+        return ScoredRows(index, owners, positions)
 
-    def _choose(self, hidden: Tensor, scored: _ScoredRows, errors: dict[int, str]) -> Tensor:
+    def _choose(self, hidden: Tensor, scored: ScoredRows, errors: dict[int, str]) -> Tensor:
         """The target's token after each scored row; decided by rank 0, equal on all ranks."""
         if not scored.index:
             return torch.empty(0, dtype=torch.int64, device=self.device)
@@ -278,9 +260,7 @@ class TargetRunner:
             params = [self._requests[owner].sampling for owner in scored.owners]
             if any(each.temperature > 0 for each in params):
                 chosen = choose_tokens(logits, RowSampling(params, scored.positions))
-        if parallel.size > 1:
-            dist.broadcast(chosen, group=parallel.group, group_src=0)
-        return chosen
+        return parallel.broadcast(chosen, len(scored.index))
 
     def _commit_path(self, request_id: int, batch: TreeBatch, accepted: AcceptedPaths, row: int) -> AcceptedRun:
         request = self._requests[request_id]
@@ -312,15 +292,6 @@ class TargetRunner:
         if tokens:
             request.root = tokens[0]
         return run
-
-
-@dataclass(frozen=True, slots=True)
-class _ScoredRows:
-    """Rows to project to the vocabulary: flat index, owning request, position the chosen token will take."""
-
-    index: list[int]
-    owners: list[int]
-    positions: list[int]
 
 
 def _tree_of(

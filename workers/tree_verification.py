@@ -11,7 +11,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -152,9 +151,7 @@ class TreeVerification:
         else:
             chosen = torch.zeros(num_rows, dtype=torch.int64, device=logits.device)
             is_finite = torch.ones(num_rows, dtype=torch.bool, device=logits.device)
-        if parallel.size > 1:
-            dist.broadcast(chosen, group=parallel.group, group_src=0)
-        return chosen, is_finite
+        return parallel.broadcast(chosen, num_rows), is_finite
 
     def _compact(self, inputs: VerifyInputs, path: Tensor) -> None:
         """Move the path's keys and values to the front of each request's block."""
