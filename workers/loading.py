@@ -18,6 +18,7 @@ from eyas.models.head import DraftHead
 from eyas.models.head_files import HeadOptions
 from eyas.models.head_loading import HeadConfig, load_head, normalise_head, open_head
 from eyas.models.linear import pack_linears
+from eyas.models.mtp import MtpConfig
 from eyas.models.parallel import TensorParallel
 from eyas.models.target_loading import load_target_decoder
 from eyas.models.target_weights import TargetWeights
@@ -185,11 +186,26 @@ class EngineSpec(msgspec.Struct, frozen=True):
         self.target_attention()
         self.head_attention()
         self.kernels(draft_depth, width)
+        self._check_recording()
         config = self.head_config()
         if config is not None and config.max_depth is not None and draft_depth > config.max_depth:
             raise ValueError(
                 f"draft_depth: {draft_depth} levels were asked for, but the head has {config.max_depth} heads, one a "
                 f"level; use at most {config.max_depth}"
+            )
+
+    def _check_recording(self) -> None:
+        """Refuse to record code that is not Eyas's own: it may look at the device in the middle of a step."""
+        if not self.captures_graphs:
+            return
+        foreign = None
+        if isinstance(self.head_config(), MtpConfig):
+            foreign = "the layer of an MTP head"
+        if not self.target_config().is_native:
+            foreign = self.target_config().architecture
+        if foreign is not None:
+            raise ValueError(
+                f"cuda_graphs: {foreign} runs through transformers, whose code cannot be recorded; use --eager"
             )
 
     def check_device(self) -> None:

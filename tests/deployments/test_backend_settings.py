@@ -166,6 +166,10 @@ def test_what_a_tiny_engine_cannot_have(fields: dict[str, Any], message: str, ti
             "with --eager",
         ),
         (
+            GEMMA_2, {},
+            "cuda_graphs: Gemma2ForCausalLM runs through transformers, whose code cannot be recorded; use --eager",
+        ),
+        (
             DEEPSEEK_V3, {},
             "cuda_graphs: triton cannot attend with the target's heads of 192 and values of 128, and no other "
             "attention_backend can be captured; use --eager (reference)",

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -21,6 +22,7 @@ from eyas.models.target_loading import load_target_decoder
 from eyas.models.target_weights import TargetWeights
 from eyas.workers.draft import DraftRunner
 from eyas.workers.kv_pool import KVPool, PoolLayout
+from eyas.workers.loading import EngineSpec
 from eyas.workers.local import LocalWorkers
 from eyas.workers.messages import AcceptedRun, NewRequest, PrefillChunk, StepPlan
 from eyas.workers.sampling import SamplingParams
@@ -183,3 +185,12 @@ def draft_pool(pair: Pair, token_ids: list[int], root: int) -> KVPool:
     drafter.extend([AcceptedRun(0, 0, len(token_ids), [root])], features)
     assert drafter.pool is not None
     return drafter.pool
+
+
+def test_its_layer_is_not_recorded(tiny_models: TinyModels) -> None:
+    """Catches a layer from transformers inside a CUDA graph, where it may look at the device."""
+    folder = mimo_folder(tiny_models)
+    spec = EngineSpec(str(folder), str(folder), "bfloat16", "cuda", 8, 16, num_threads=1)
+    with pytest.raises(ValueError, match="cuda_graphs: the layer of an MTP head runs through transformers"):
+        spec.validate(draft_depth=2, width=2)
+    msgspec.structs.replace(spec, cuda_graphs=False).validate(draft_depth=2, width=2)
