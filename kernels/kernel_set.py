@@ -44,20 +44,26 @@ def load_kernels(name: str) -> KernelSet:
     """The set called `reference` or `triton`; Triton is imported only when asked for.
 
     Raises:
-        ValueError: for another name.
+        ValueError: for another name, or where Triton cannot be imported.
     """
     if name == "reference":
         return REFERENCE_KERNELS
     if name != "triton":
         raise ValueError(f"kernel_backend: {name} is not known; use reference or triton")
-    from eyas.kernels import (
-        triton_build,
-        triton_compact,
-        triton_fused,
-        triton_grow,
-        triton_sample,
-        triton_verify,
-    )
+    try:
+        from eyas.kernels import (
+            triton_build,
+            triton_compact,
+            triton_fused,
+            triton_grow,
+            triton_sample,
+            triton_verify,
+        )
+    except ImportError as error:
+        raise ValueError(
+            f"kernel_backend: triton needs the package triton, which cannot be imported ({error}); install eyas[gpu], "
+            "or use reference"
+        ) from error
 
     return KernelSet(
         build_layout=triton_build.build_layout,
