@@ -26,7 +26,9 @@ from eyas.models.head import DraftHead
 from eyas.models.head_files import HeadOptions
 from eyas.models.head_loading import load_head, open_head
 from eyas.models.target_weights import TargetWeights
+from eyas.workers.buckets import GraphLimits
 from eyas.workers.draft import DraftRunner
+from eyas.workers.graphs import EagerRecorder
 from eyas.workers.kv_pool import PoolLayout
 from eyas.workers.local import LocalWorkers
 from eyas.workers.target import TargetRunner
@@ -264,6 +266,31 @@ def test_text_is_the_targets(
     num_accepted = [len(run.tokens) - 1 for run in generation.decode_runs]
     assert sum(num_accepted) > MIN_ACCEPTED * len(num_accepted)
     assert workers.target.num_granted_pages == workers.drafter.num_granted_pages == 0
+
+
+@pytest.mark.parametrize("shape", ["dynamic", "static"])
+@pytest.mark.parametrize("name", HEADS)
+def test_recorded_text_is_the_targets(
+    name: str,
+    shape: str,
+    heads: Callable[[str], DraftHead],
+    models: Models,
+    jobs: list[Job],
+    plain_texts: list[list[int]],
+    new_generation: type[Generation],
+) -> None:
+    """Catches a kind whose drafts or features go wrong when steps and drafts are replayed from recordings."""
+    head, layout, tree = heads(name), PoolLayout(num_pages=24, page_size=16), SHAPES[shape]
+    limits = GraphLimits(4, tree.node_budget, tree.draft_depth, layout.num_pages, tree.width)
+    target, drafter = TargetRunner(models.target, layout, head.capture), DraftRunner(head, layout, choices=tree.choices)
+    target.record_graphs(limits, EagerRecorder())
+    drafter.record_graphs(limits, EagerRecorder())
+    generation = new_generation(LocalWorkers(target, drafter), tree, max_batch_size=4, max_prefill_tokens=64)
+    for job in jobs:
+        generation.submit(job)
+    assert generation.run() == plain_texts
+    num_accepted = [len(run.tokens) - 1 for run in generation.decode_runs]
+    assert sum(num_accepted) > MIN_ACCEPTED * len(num_accepted)
 
 
 def test_few_candidates_make_narrow_trees(
