@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 
 import numpy as np
 import torch
@@ -161,16 +162,14 @@ class _RecordedStep:
         self._block.host_floats("top_p").fill(1.0)
         host["parents"].fill(PADDING_PARENT)
         host["num_nodes"].fill(0)
-        sizes = [len(each.tokens) for each in requests]
+        sizes = np.array([len(each.tokens) for each in requests], dtype=np.int64)
+        places = np.repeat(np.arange(count), sizes)
+        nodes = np.arange(places.size) - np.repeat(np.cumsum(sizes) - sizes, sizes)
         host["num_nodes"][:count] = sizes
-        first = 0
-        for place, (request, size) in enumerate(zip(requests, sizes, strict=True)):
-            rows = slice(first, first + size)
-            host["tokens"][rows] = request.tokens
-            host["requests"][rows] = place
-            host["nodes"][rows] = np.arange(size)
-            host["parents"][place, :size] = request.parents
-            first += size
+        host["requests"][: places.size] = places
+        host["nodes"][: places.size] = nodes
+        host["tokens"][: places.size] = list(chain.from_iterable(each.tokens for each in requests))
+        host["parents"][places, nodes] = list(chain.from_iterable(each.parents for each in requests))
         host["committed"][:count] = [each.num_committed for each in requests]
         host["seeds"][:count] = [each.sampling.seed for each in requests]
         self._block.host_floats("temperatures")[:count] = [each.sampling.temperature for each in requests]
