@@ -12,28 +12,28 @@ import torch
 from device_backends import backends_called
 from outcome import Bar, Context, Outcome
 from random_models import LLAMA_3_8B, TINY, ModelShape, random_head, random_target
-from timed_recorder import TimedRecorder
 from timing import wall_ms
 
+from eyas.kernels.tree import DraftTrees
 from eyas.models.eagle3 import Eagle3Head
 from eyas.workers.buckets import GraphLimits
 from eyas.workers.draft import DraftRequest, DraftRunner
+from eyas.workers.graphs import EagerRecorder, Recorder, recorder_for
 from eyas.workers.kv_pool import PageTable, PoolLayout
 from eyas.workers.sampling import SamplingParams
 from eyas.workers.step_backends import StepBackends
 
-BATCHES = (1, 4, 16, 64)
+BATCHES: tuple[int, ...] = (1, 4, 16, 64)
 PAGE_SIZE = 16
 NODES, DEPTH, WIDTH = 8, 5, 4
-BAR_RATIO = 0.4
+BAR_BATCH, BAR_RATIO = 1, 0.4
 
 
 @torch.inference_mode()
 def run(context: Context) -> Outcome:
+    shape, name, batches, prefix, max_tokens = LLAMA_3_8B, "triton", BATCHES, 1024, 8192
     if context.dry_run:
-        shape, batches, prefix, max_tokens, name = TINY, (1, 2), 20, 64, "reference"
-    else:
-        shape, batches, prefix, max_tokens, name = LLAMA_3_8B, BATCHES, 1024, 8192, "triton"
+        shape, name, batches, prefix, max_tokens = TINY, "reference", (1, 2), 20, 64
     head = _head(shape, context)
     outcome = Outcome(
         settings={
@@ -49,30 +49,32 @@ def run(context: Context) -> Outcome:
     )
     for batch in batches:
         limits = GraphLimits(batch, NODES, DEPTH, max_tokens // PAGE_SIZE, WIDTH)
-        times, trees = {}, {}
-        for kind, recorder in (
-            ("eager", TimedRecorder.eager(context.device)),
-            ("graph", TimedRecorder.graphs(context.device)),
-        ):
-            runner, requests = _runner(head, limits, prefix, backends_called(name))
-            runner.record_graphs(limits, recorder)
-            graphs = runner.graphs
-            assert graphs is not None
-
-            def draft(graphs=graphs, requests=requests):  # type: ignore[no-untyped-def]
-                return graphs.draft(list(range(len(requests))), requests, [NODES] * len(requests))
-
-            drafted = draft()
-            trees[kind] = (drafted.tokens.tolist(), drafted.parents.tolist())
-            recorder.take_ms()
-            times[f"{kind}_ms"] = wall_ms(draft, context.device)
-        ratio = times["graph_ms"] / times["eager_ms"]
-        outcome.rows.append({"batch": batch, **times, "of_eager": ratio})
-        if trees["graph"] != trees["eager"]:
+        backends = backends_called(name)
+        eager_ms, eager_trees = _measure(head, limits, prefix, backends, EagerRecorder())
+        graph_ms, graph_trees = _measure(head, limits, prefix, backends, recorder_for(context.device))
+        ratio = graph_ms / eager_ms
+        outcome.rows.append({"batch": batch, "eager_ms": eager_ms, "graph_ms": graph_ms, "of_eager": ratio})
+        if graph_trees != eager_trees:
             outcome.failures.append(f"batch {batch}: the graph drew other trees than the eager loop")
-        if not context.dry_run and batch == 1:
+        if not context.dry_run and batch == BAR_BATCH:
             outcome.bars.append(Bar(f"draft loop at batch {batch}, graph over eager", ratio, BAR_RATIO))
     return outcome
+
+
+def _measure(
+    head: Eagle3Head, limits: GraphLimits, prefix: int, backends: StepBackends, recorder: Recorder
+) -> tuple[float, list[list[int]]]:
+    """Time of a draft in ms, and what it drew: tokens and parents of every request."""
+    runner, requests = _runner(head, limits, prefix, backends)
+    runner.record_graphs(limits, recorder)
+    graphs = runner.graphs
+    assert graphs is not None
+
+    def draft() -> DraftTrees:
+        return graphs.draft(list(range(len(requests))), requests, [NODES] * len(requests))
+
+    drafted = draft()
+    return wall_ms(draft, head.device), [*drafted.tokens.tolist(), *drafted.parents.tolist()]
 
 
 def _head(shape: ModelShape, context: Context) -> Eagle3Head:

@@ -27,7 +27,19 @@ PROMPT_LENGTH = 20
 SHAPE = TreeShape(num_nodes=8, draft_depth=3, width=4)
 MAX_BATCH = 4
 # Requests that are admitted, requests that are dropped, then so many steps of all that live.
-PHASES = (([0], [], 3), ([1, 2], [], 3), ([3], [0], 2), ([], [1, 2], 2), ([4, 5, 6], [], 3))
+PHASES: tuple[tuple[list[int], list[int], int], ...] = (
+    ([0], [], 3),
+    ([1, 2], [], 3),
+    ([3], [0], 2),
+    ([], [1, 2], 2),
+    ([4, 5, 6], [], 3),
+)
+    ([0], [], 3),
+    ([1, 2], [], 3),
+    ([3], [0], 2),
+    ([], [1, 2], 2),
+    ([4, 5, 6], [], 3),
+)
 
 
 def run(context: Context) -> Outcome:

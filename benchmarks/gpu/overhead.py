@@ -18,16 +18,16 @@ from eyas.workers.graphs import recorder_for
 from eyas.workers.kv_pool import PoolLayout
 from eyas.workers.target import TargetRunner
 
+BATCHES: tuple[int, ...] = (1, 8, 64)
 PAGE_SIZE = 16
 SHAPE = TreeShape(num_nodes=8, draft_depth=5, width=4)
 STEPS_AT_MOST = 70  # of a batch, profiled or not: each may accept a whole path
 
 
 def run(context: Context) -> Outcome:
+    shape, name, batches, prompt_length = LLAMA_3_8B, "triton", BATCHES, 256
     if context.dry_run:
-        shape, batches, prompt_length, name = TINY, (1, 2), 20, "reference"
-    else:
-        shape, batches, prompt_length, name = LLAMA_3_8B, (1, 8, 64), 256, "triton"
+        shape, name, batches, prompt_length = TINY, "reference", (1, 2), 20
     target = random_target(shape, context.dtype, context.device)
     head = random_head(shape, target)
     max_length = prompt_length + STEPS_AT_MOST * (SHAPE.draft_depth + 1) + SHAPE.num_nodes * SHAPE.width

@@ -34,5 +34,6 @@ STEPS = (
     Step("draft_timing", "draft loop, eager against graph", 45.0),
     Step("overhead", "time of a step outside kernels", 45.0),
     Step("attention_timing", "attention backends against each other", 90.0),
+    Step("operator_timing", "elementwise work and sampling by each backend", 60.0),
     Step("flashinfer_tests", "parity of FlashInfer on the device", 170.0),
 )

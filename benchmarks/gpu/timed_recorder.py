@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from eyas.workers.graphs import EagerRecorder, Recorder, recorder_for
+from eyas.workers.graphs import Recorder
 
 
 class TimedRecorder:
@@ -17,16 +17,6 @@ class TimedRecorder:
         self._recorder = recorder
         self._device = device
         self._spans: list[tuple[torch.cuda.Event, torch.cuda.Event] | float] = []
-
-    @staticmethod
-    def graphs(device: torch.device) -> TimedRecorder:
-        """Over CUDA graphs where there is a device."""
-        return TimedRecorder(recorder_for(device), device)
-
-    @staticmethod
-    def eager(device: torch.device) -> TimedRecorder:
-        """The same work launched kernel by kernel."""
-        return TimedRecorder(EagerRecorder(), device)
 
     def record(self, run: Callable[[], None]) -> Callable[[], None]:
         replay = self._recorder.record(run)

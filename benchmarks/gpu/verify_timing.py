@@ -21,6 +21,7 @@ from timing import WARMUP, copy_bandwidth, median_ms
 
 from eyas.models.llama import LlamaDecoder
 from eyas.workers.buckets import Bucket, GraphLimits
+from eyas.workers.graphs import recorder_for
 from eyas.workers.kv_pool import KVPool, PageTable, PoolLayout
 from eyas.workers.sampling import SamplingParams
 from eyas.workers.step_backends import StepBackends
@@ -113,7 +114,8 @@ class _Bench:
 
     def measure(self, nodes: int, batch: int) -> tuple[float, float]:
         """Median time on the device and for the host, in ms."""
-        recorder = TimedRecorder.graphs(self._verification.model.device)
+        device = self._verification.model.device
+        recorder = TimedRecorder(recorder_for(device), device)
         limits = GraphLimits(batch, nodes, self._sizes.draft_depth, self._sizes.context // PAGE_SIZE, width=4)
         graphs = VerifyGraphs(self._verification, self._capture, limits, recorder)
         graphs.buckets = [Bucket(nodes * batch, batch)]

@@ -42,7 +42,7 @@ def test_a_dry_run_passes_every_step(tmp_path: Path) -> None:
     assert isinstance(steps, dict)
     assert {name: part["status"] for name, part in steps.items()} == dict.fromkeys(steps, "passed")
     assert [name for name, part in steps.items() if not part["rows"]] == []
-    assert len(steps) == 9
+    assert len(steps) == 10
     assert report["dry_run"]
     assert list(tmp_path.glob("*.png"))
     for figure in ("commit", "machine", "versions", "date"):
