@@ -7,6 +7,7 @@ all, so an interrupted run goes on with the next one.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -191,6 +192,10 @@ def _write_round(
     )
     recorder.clear()
     prompts = {tuple(_without_stop(turn.token_ids, stop_token_id)) for turn in turns} - {()}
+    # Sorted for the same order in every run, then shuffled: else the turns that come first in the alphabet would get
+    # all the greedy answers.
+    ordered = sorted(prompts)
+    random.Random(first_seed).shuffle(ordered)
     num_greedy = round(config.greedy_share * len(prompts))
     jobs = [
         GenerationJob(
@@ -200,7 +205,7 @@ def _write_round(
             seed=first_seed + index,
             max_tokens=config.max_answer_tokens,
         )
-        for index, prompt in enumerate(sorted(prompts))
+        for index, prompt in enumerate(ordered)
     ]
     answers = generate(jobs)
     tokens, features, lengths, prompt_lengths = [], [], [], []

@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from eyas.training.corpus import (
+    CorpusConfig,
+    GeneratedText,
+    GenerationJob,
+    UserTurnTemplate,
+    count_answer_tokens,
+    read_shard,
+    shard_files,
+    write_corpus,
+)
+
+BEFORE, AFTER, STOP = [1, 2], [3], 0
+ROW_SIZE = 4
+
+
+class ScriptedTarget:
+    """Turns that differ by seed, answers of three tokens; keeps the answers it was asked for."""
+
+    def __init__(self) -> None:
+        self.answer_jobs: list[GenerationJob] = []
+        self._num_requests = 0
+        self._lengths: dict[int, int] = {}
+
+    def generate(self, jobs: list[GenerationJob]) -> list[GeneratedText]:
+        texts = []
+        for job in jobs:
+            is_turn = job.prompt_ids == BEFORE
+            tokens = [10 + job.seed % 97, 10 + job.seed % 89, STOP] if is_turn else [7, 8, STOP]
+            if not is_turn:
+                self.answer_jobs.append(job)
+            self._lengths[self._num_requests] = len(job.prompt_ids) + len(tokens) - 1
+            texts.append(GeneratedText(self._num_requests, tokens))
+            self._num_requests += 1
+        return texts
+
+    def clear(self) -> None:
+        self._lengths.clear()
+
+    def take(self, request_id: int) -> torch.Tensor:
+        return torch.zeros(self._lengths.pop(request_id), ROW_SIZE, dtype=torch.bfloat16)
+
+
+def written(folder: Path) -> ScriptedTarget:
+    target = ScriptedTarget()
+    config = CorpusConfig(num_tokens=100, conversations_per_shard=60, greedy_share=0.5)
+    write_corpus(folder, config, UserTurnTemplate(BEFORE, AFTER), target.generate, target, STOP)
+    return target
+
+
+def test_greedy_answers_are_spread_over_the_turns(tmp_path: Path) -> None:
+    """Catches a share of greedy answers that all go to the turns which come first in the alphabet."""
+    target = written(tmp_path / "a")
+    greedy = [job.prompt_ids for job in target.answer_jobs if job.temperature == 0]
+    sampled = [job.prompt_ids for job in target.answer_jobs if job.temperature > 0]
+    assert abs(len(greedy) - len(sampled)) <= len(target.answer_jobs) // 60 + 1
+    middle = sorted(greedy + sampled)[len(greedy)]
+    assert 0.2 < sum(prompt < middle for prompt in greedy) / len(greedy) < 0.8
+    again = written(tmp_path / "b")
+    assert again.answer_jobs == target.answer_jobs
+
+
+def test_shards_hold_what_was_written(tmp_path: Path) -> None:
+    """Catches features that are shifted against their tokens, and a last token without features that is kept."""
+    target = written(tmp_path)
+    files = shard_files(tmp_path)
+    assert count_answer_tokens(files) >= 100
+    shard = read_shard(files[0])
+    assert shard.features.shape == (sum(shard.lengths), ROW_SIZE)
+    first = target.answer_jobs[0]
+    assert shard.token_ids[: shard.lengths[0]].tolist() == [*first.prompt_ids, 7, 8]
+    assert shard.prompt_lengths[0] == len(first.prompt_ids)
