@@ -21,8 +21,8 @@ HALF_TYPES = (torch.float16, torch.bfloat16)
 
 
 def install() -> None:
-    """Stand in for the library in this process, unless it is here itself."""
-    if importlib.util.find_spec("flashinfer") is None:
+    """Stand in for the library in this process, unless it is here itself and has a device."""
+    if importlib.util.find_spec("flashinfer") is None or not torch.cuda.is_available():
         sys.modules["flashinfer"] = sys.modules[__name__]
 
 
