@@ -34,12 +34,6 @@ PHASES: tuple[tuple[list[int], list[int], int], ...] = (
     ([], [1, 2], 2),
     ([4, 5, 6], [], 3),
 )
-    ([0], [], 3),
-    ([1, 2], [], 3),
-    ([3], [0], 2),
-    ([], [1, 2], 2),
-    ([4, 5, 6], [], 3),
-)
 
 
 def run(context: Context) -> Outcome:

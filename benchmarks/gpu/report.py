@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from outcome import Outcome
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -93,9 +94,9 @@ def print_step(console: Console, title: str, part: dict[str, Any]) -> None:
         mark = "[green]met[/]" if bar["is_met"] else "[red]missed[/]"
         console.print(f"  {bar['name']}: {bar['value']:.3f}, at most {bar['limit']}: {mark}")
     for what in part["omitted"]:
-        console.print(f"  [yellow]left out:[/] {what}", highlight=False)
+        console.print(f"  [yellow]left out:[/] {escape(what)}", highlight=False, soft_wrap=True)
     for failure in part["failures"]:
-        console.print("  [red]failed:[/]", failure, markup=True, highlight=False)
+        console.print(f"  [red]failed:[/] {escape(failure)}", highlight=False, soft_wrap=True)
 
 
 def write(report: dict[str, Any], path: Path) -> None:

@@ -49,7 +49,8 @@ def busy_ms(run: Callable[[], object], device: torch.device, repeats: int = 8) -
     on_cpu = device.type == "cpu"
     run()
     _synchronise(device)
-    with profile(activities=[ProfilerActivity.CPU if on_cpu else ProfilerActivity.CUDA]) as profiled:
+    activity = ProfilerActivity.CPU if on_cpu else ProfilerActivity.CUDA
+    with profile(activities=[activity], acc_events=True) as profiled:
         for _ in range(repeats):
             run()
         _synchronise(device)
