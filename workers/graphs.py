@@ -55,6 +55,8 @@ class CudaGraphRecorder:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
             run()
+        # Capturing runs nothing: what it made holds whatever was in the pool, and the next recording may read it.
+        graph.replay()
         return graph.replay
 
 
