@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from eyas.kernels.verify import AcceptedPaths
 from eyas.models.decoder import Decoder
@@ -279,7 +280,9 @@ class TargetRunner:
             block = pages.range(run.start, run.start + len(batch.token_positions[row]))
             sources.append(block[path])
             destinations.append(block[: run.num_committed])
-        source_slots, destination_slots = torch.cat(sources), torch.cat(destinations)
+        source_slots, destination_slots = (
+            pad_sequence(slots, batch_first=True, padding_value=-1) for slots in (sources, destinations)
+        )
         for block in self.pool.blocks:
             self.kernels.compact(block, source_slots, destination_slots)
 

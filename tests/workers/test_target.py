@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from eyas.deployments.scheduler import TreeShape
+from eyas.kernels.kernel_set import REFERENCE_KERNELS
 from eyas.kernels.noise import gumbel_noise, stream_key
 from eyas.models.attention import Attention
 from eyas.models.llama import load_decoder
@@ -21,6 +23,7 @@ from eyas.workers.kv_pool import PoolLayout
 from eyas.workers.local import LocalWorkers
 from eyas.workers.messages import AcceptedRun, DecodeItem, NewRequest, PrefillChunk, StepPlan
 from eyas.workers.sampling import SamplingParams
+from eyas.workers.step_backends import StepBackends
 from eyas.workers.target import TargetRunner, VerifiedStep
 
 if TYPE_CHECKING:
@@ -288,3 +291,22 @@ def test_decoding_before_the_prompt_is_through_is_an_error(models: Models) -> No
     runner.step(StepPlan(1, [request], {0: [0]}, prefill=[PrefillChunk(0, 2)]), {})
     with pytest.raises(RuntimeError, match="before its prompt is through"):
         runner.step(StepPlan(2, decode=[DecodeItem(0, 1)]), {})
+
+
+def test_paths_of_many_requests_are_moved_request_by_request(models: Models) -> None:
+    """Catches the rows of a whole step handed over as those of one request, of which a backend takes only so many."""
+    shapes = []
+
+    def compact(caches: Tensor, source_slots: Tensor, destination_slots: Tensor) -> None:
+        shapes.append(tuple(source_slots.shape))
+        REFERENCE_KERNELS.compact(caches, source_slots, destination_slots)
+
+    backends = StepBackends(replace(REFERENCE_KERNELS, compact=compact))
+    runner = TargetRunner(models.target, PoolLayout(num_pages=80, page_size=4), (), backends)
+    ids = range(70)
+    new = [NewRequest(index, [index % VOCAB_SIZE], SamplingParams()) for index in ids]
+    plan = StepPlan(1, new, {index: [index] for index in ids}, prefill=[PrefillChunk(index, 1) for index in ids])
+    roots = [run.tokens[0] for run in runner.step(plan, {}).runs]
+    trees = {index: ([roots[index], 1, 2], [-1, 0, 0]) for index in ids}
+    runs = runner.step(StepPlan(2, decode=[DecodeItem(index, 3) for index in ids], draft_depth=1), trees).runs
+    assert shapes == [(70, max(run.num_committed for run in runs))]
