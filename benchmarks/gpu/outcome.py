@@ -19,7 +19,8 @@ class Context:
 
     @property
     def device(self) -> torch.device:
-        return torch.device("cpu" if self.dry_run else "cuda")
+        """With its index, as tensors have it: launchers compare devices."""
+        return torch.device("cpu") if self.dry_run else torch.device("cuda", 0)
 
     @property
     def dtype(self) -> torch.dtype:

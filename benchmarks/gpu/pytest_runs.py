@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import subprocess
 import sys
 import tempfile
@@ -15,7 +16,7 @@ from outcome import Outcome
 from report import ROOT
 
 MATRIX = "tests/kernels/test_parity.py"
-PROCESSES = "4"
+PROCESSES = str(min(8, (os.cpu_count() or 2) // 2))  # they compile kernels most of the time
 # Filters of the project's own test runs name warnings of the versions it is developed with.
 OPTIONS = ["-q", "-p", "no:cacheprovider", "-o", "filterwarnings=default", "--tb=short", "--no-header"]
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 
 # Where the matrix runs: the real device, or the CPU through Triton's interpreter (switched on in tests/conftest.py).
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+# With its index, as tensors have it: launchers compare devices.
+DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
