@@ -160,7 +160,8 @@ def sample_tokens(logits: Tensor, temperatures: Tensor, seeds: Tensor, positions
         wanted = min(MAX_SPLITS, max(1, ENOUGH_PROGRAMS // rows))
         blocks_per_split = triton.cdiv(num_blocks, wanted)
         num_splits = triton.cdiv(num_blocks, blocks_per_split)
-        best_scores, largest = torch.empty(2, rows, num_splits, device=device)
+        # Not two halves of one tensor: the second might not begin at 16 bytes, for which kernels are compiled anew.
+        best_scores, largest = (torch.empty(rows, num_splits, device=device) for _ in range(2))
         best_ids = torch.empty(rows, num_splits, dtype=torch.int32, device=device)
         _best_of_split_kernel[(rows, num_splits)](
             logits, temperatures, seeds, positions, best_scores, best_ids, largest, logits.stride(0), vocab_size,

@@ -9,6 +9,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+# In numbers of 8 bytes: Triton compiles a kernel once more for every pointer that is no multiple of 16 bytes.
+_ALIGNMENT = 2
+
 
 class InputBlock:
     """Attributes:
@@ -17,19 +20,19 @@ class InputBlock:
     """
 
     def __init__(self, shapes: dict[str, tuple[int, ...]], device: torch.device) -> None:
-        sizes = {name: math.prod(shape) for name, shape in shapes.items()}
-        total = sum(sizes.values())
+        places: dict[str, slice] = {}
+        total = 0
+        for name, shape in shapes.items():
+            places[name] = slice(total, total + math.prod(shape))
+            total += -(-math.prod(shape) // _ALIGNMENT) * _ALIGNMENT
         # Pinned, so that the copy does not wait; a step ends with a download, before the next one fills the block.
         self._host = torch.zeros(total, dtype=torch.int64, pin_memory=device.type == "cuda")
         self._device = torch.zeros(total, dtype=torch.int64, device=device)
         self.host: dict[str, NDArray[np.int64]] = {}
         self.device: dict[str, Tensor] = {}
-        first = 0
         for name, shape in shapes.items():
-            last = first + sizes[name]
-            self.host[name] = self._host[first:last].numpy().reshape(shape)
-            self.device[name] = self._device[first:last].view(shape)
-            first = last
+            self.host[name] = self._host[places[name]].numpy().reshape(shape)
+            self.device[name] = self._device[places[name]].view(shape)
 
     def host_floats(self, name: str) -> NDArray[np.float64]:
         """A field as float64, bit for bit."""
