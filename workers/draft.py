@@ -125,7 +125,7 @@ class DraftRunner:
             return
         token_ids: list[int] = []
         positions: list[int] = []
-        kept: list[Tensor] = []
+        kept: list[int] = []
         first = 0
         for run in runs:
             request = self._requests.get(run.request_id)
@@ -133,10 +133,10 @@ class DraftRunner:
                 stop = run.start + run.num_committed
                 token_ids += (request.prompt_ids[run.start + 1 : stop + 1] + run.tokens)[: run.num_committed]
                 positions += range(run.start, stop)
-                kept.append(torch.arange(first, first + run.num_committed))
+                kept += range(first, first + run.num_committed)
             first += run.num_committed
         if len(live) != len(runs):
-            features = features[torch.cat(kept)]
+            features = features[torch.tensor(kept, device=features.device)]
         states = self.head.extend(
             features.to(self.device),
             torch.tensor(token_ids, device=self.device),

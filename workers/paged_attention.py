@@ -83,12 +83,6 @@ def causal_rows(starts: list[int], lengths: list[int], page_table: Tensor) -> Pa
         first_rows.append(first_rows[-1] + length)
     prefix = torch.tensor(starts, dtype=torch.int32, device=device)
     blocks = torch.tensor(lengths, dtype=torch.int32, device=device)
-    places = torch.arange(max(lengths), device=device)
-    key_positions = prefix[:, None] + places
-    if len(starts) == 1:
-        query_positions = key_positions[0]
-    else:
-        query_positions = torch.cat([key_positions[row, :length] for row, length in enumerate(lengths)])
     return PagedRows(
         row_starts=torch.tensor(first_rows, dtype=torch.int32, device=device),
         prefix_lengths=prefix,
@@ -98,8 +92,6 @@ def causal_rows(starts: list[int], lengths: list[int], page_table: Tensor) -> Pa
         max_rows=max(lengths),
         max_block=max(lengths),
         max_prefix=max(starts),
-        query_positions=query_positions,
-        key_positions=key_positions,
     )
 
 
