@@ -32,7 +32,7 @@ def kernel_need(
     # A model that runs through transformers does its elementwise work itself.
     sizes = {
         "head_dim": max(target.head_dim if target.is_native else 0, cache.head_dim if cache is not None else 0),
-        "hidden_size": target.hidden_size if target.is_native or head is not None else 0,
+        "hidden_size": max(target.hidden_size if target.is_native or head is not None else 0, _widest_norm(head)),
         "draft_depth": draft_depth,
         "width": width,
         "candidates": width + max(draft_depth - 1, 0) * width**2,
@@ -79,6 +79,13 @@ def head_cache(config: HeadConfig | None) -> HeadCache | None:
     if isinstance(config, EagleConfig | Eagle3Config):
         return config.layers.cache
     return config.cache if isinstance(config, MtpConfig) else None
+
+
+def _widest_norm(head: HeadConfig | None) -> int:
+    """Elements of the longest row that a head norms, where it is not the target's own."""
+    if isinstance(head, Eagle3Config):
+        return max(head.hidden_size, head.feature_size if head.norm_before_fc else 0)
+    return 0
 
 
 def _features(config: DecoderConfig) -> frozenset[AttentionFeature]:
