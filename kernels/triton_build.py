@@ -216,7 +216,7 @@ def _aot_case(encoding: MaskEncoding, nodes: int) -> AotCase:
     return AotCase(
         kernel=_build_kernel,
         signature={f"{name}_ptr": "*i64" for name in indices}
-        | {"mask_ptr": f"*u{word}" if encoding is MaskEncoding.PACKED else "*i1", "is_tree_ptr": "*i1"}
+        | {"mask_ptr": f"*u{word}" if encoding is MaskEncoding.PACKED else "*u1", "is_tree_ptr": "*u1"}
         | {name: "i32" for name in ("num_nodes", "num_words", "num_keys") if name not in ones},
         constexprs={**ones, "ENCODING": encoding.value, "BLOCK": block, "PREFIX_BLOCK": PREFIX_BLOCK},
         num_warps=num_warps,

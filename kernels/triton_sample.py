@@ -234,7 +234,7 @@ AOT = [
     ),
     AotCase(
         kernel=_best_of_row_kernel,
-        signature=_PARTIAL_SIGNATURE | {"tokens_ptr": "*i64", "is_finite_ptr": "*i1", "num_splits": "i32"},
+        signature=_PARTIAL_SIGNATURE | {"tokens_ptr": "*i64", "is_finite_ptr": "*u1", "num_splits": "i32"},
         constexprs={"MAX_SPLITS": MAX_SPLITS},
         num_warps=1,
     ),

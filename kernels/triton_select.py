@@ -159,7 +159,7 @@ def _aot_case(pooled: int, max_nodes: int) -> AotCase:
     return AotCase(
         kernel=_select_kernel,
         signature={f"{name}_ptr": "*i64" for name in indices}
-        | {"scores_ptr": "*fp32", "is_closed_ptr": "*i1"}
+        | {"scores_ptr": "*fp32", "is_closed_ptr": "*u1"}
         | {name: "i32" for name in ("pooled", "max_nodes") if name not in ones},
         constexprs={**ones, "BLOCK": block, "NODES": nodes},
         num_warps=num_warps,

@@ -2,7 +2,7 @@
 
 All recordings of a process share one pool, and the largest is made first, so that its bytes are those of all. What
 dominates them is the vocabulary: per row, the logits as the model gives them and, for a nucleus, float32 scores, their
-sorted copy with its int64 order, the running mass, and the narrowed logits.
+sorted copy with its int64 order, the sort's own copies, the running mass, and the narrowed logits.
 
 Letters: T rows of the largest step, V vocabulary, H hidden, I MLP width.
 """
@@ -13,7 +13,7 @@ import torch
 
 from eyas.models.config import DecoderConfig
 
-_NUCLEUS_BYTES = 5 * 4 + 8  # per score
+_NUCLEUS_BYTES = 5 * 4 + 26  # per score; the sort keeps keys, order, and a copy of both
 _HIDDEN_COPIES = 8  # residual, update, norm, queries, keys, values, attended, captured
 
 
