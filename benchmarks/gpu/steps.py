@@ -36,4 +36,6 @@ STEPS = (
     Step("attention_timing", "attention backends against each other", 90.0),
     Step("operator_timing", "elementwise work and sampling by each backend", 60.0),
     Step("flashinfer_tests", "parity of FlashInfer on the device", 170.0),
+    Step("flashinfer_timing", "FlashInfer's attention over the same points", 45.0),
+    Step("flashinfer_operators", "FlashInfer's elementwise work and nucleus", 30.0),
 )

@@ -41,8 +41,9 @@ def test_a_dry_run_passes_every_step(tmp_path: Path) -> None:
     steps = report["steps"]
     assert isinstance(steps, dict)
     assert {name: part["status"] for name, part in steps.items()} == dict.fromkeys(steps, "passed")
-    assert [name for name, part in steps.items() if not part["rows"]] == []
-    assert len(steps) == 10
+    # The library has nothing that runs on a CPU.
+    assert [name for name, part in steps.items() if not part["rows"]] == ["flashinfer_timing", "flashinfer_operators"]
+    assert len(steps) == 12
     assert report["dry_run"]
     assert list(tmp_path.glob("*.png"))
     for figure in ("commit", "machine", "versions", "date"):
