@@ -229,20 +229,25 @@ def attention_kernel(
             NUM_WORDS, PAGE_SIZE, NUM_KV_HEADS * HEAD_DIM, HEAD_DIM, BLOCK_D, BLOCK_N, HAS_WINDOW, HAS_SOFTCAP, False,
         )  # fmt: skip
 
+    # In int64, since outputs of many splits may need it; and so the compiler keeps no int32 rows through the loops.
+    flat64 = first_flat + tl.arange(0, BLOCK_M).to(tl.int64)
+    is_row = flat64 < num_own * GROUP
+    head64 = kv_head * GROUP + flat64 % GROUP
     if sinks_ptr is not None:
         # A key without a value, seen once: by the last split.
-        sink = tl.load(sinks_ptr + head, mask=is_row & (split == num_splits - 1), other=-float("inf"))
+        sink = tl.load(sinks_ptr + head64, mask=is_row & (split == num_splits - 1), other=-float("inf"))
         sink = sink.to(tl.float32) * _LOG2_E
         new_top = tl.maximum(top, sink)
         base = tl.where(new_top == -float("inf"), 0.0, new_top)
         acc *= tl.exp2(top - base)[:, None]
         total = total * tl.exp2(top - base) + tl.exp2(sink - base)
         top = new_top
-    out_row = (split.to(tl.int64) * num_rows + row_start + row) * (NUM_KV_HEADS * GROUP) + head
+    out_row = (split.to(tl.int64) * num_rows + row_start + flat64 // GROUP) * (NUM_KV_HEADS * GROUP) + head64
+    out_ptr += out_row[:, None] * HEAD_DIM + dims[None, :]
+    is_cell = is_row[:, None] & (dims < HEAD_DIM)[None, :]
     has_keys = total != 0.0  # a NaN has, and shows
     divisor = tl.where(has_keys, total, 1.0)
     out = acc / divisor[:, None]
-    out_ptr += out_row[:, None] * HEAD_DIM + dims[None, :]
     if log_totals_ptr is None:
         tl.store(out_ptr, out.to(out_ptr.dtype.element_ty), mask=is_cell)
     else:

@@ -1,7 +1,8 @@
 """Tile shapes of the attention kernel, and the specialisations that follow from them.
 
-Chosen from what `ptxas` reports: the largest tiles whose registers do not spill on sm_80, sm_90 and sm_100, with a tile
-of keys fetched while the one before is multiplied.
+They are the largest whose registers `ptxas` does not spill on sm_80, sm_90 and sm_100, with one tile of keys and values
+on its way while another is multiplied. Wide tiles matter for large trees: a request's keys are read once per tile of
+its rows.
 
 Letters: M rows of a tile (rows of a request times group), N keys of a tile, D head dim, W words of a mask row.
 """
@@ -26,19 +27,20 @@ class Tiling:
     block_m: int
     block_n: int
     num_warps: int
-    num_stages: int = 3  # the least at which keys are fetched ahead: their page's number comes a step before them
+    num_stages: int = 5  # the page's number, then the keys at it, each with one tile on its way and one in use
 
 
 def tiling(num_group_rows: int, head_dim: int, dtype: torch.dtype) -> Tiling:
-    """The tile for requests of up to `num_group_rows` rows times group. None of them spills registers, see `AOT`."""
+    """The tile for requests of up to `num_group_rows` rows times group."""
     block_d = _padded(head_dim)
     if dtype == torch.float32:  # multiplied outside the tensor cores, from registers
-        return Tiling(16, 16, 4 if block_d < 256 else 8, num_stages=2)
-    block_m = min(max(16, _power_of_2(num_group_rows)), 128 if block_d < 256 else 64)
-    if block_d == 256:
-        return Tiling(block_m, 32, 4 if block_m == 16 else 8)
-    is_large = block_d == 128 and block_m >= 64
-    return Tiling(block_m, 32 if is_large else 64, 8 if block_m == 128 else 4)
+        return Tiling(16, 32, 4) if block_d <= 64 else Tiling(16, 16, 4 if block_d == 128 else 8, num_stages=3)
+    block_m = min(max(16, _power_of_2(num_group_rows)), 128 if block_d <= 128 else 64)
+    if block_d <= 64:
+        return Tiling(block_m, 64, 8 if block_m == 128 else 4)
+    if block_d == 128:
+        return Tiling(block_m, 32 if block_m == 128 else 64, 8 if block_m >= 64 else 4)
+    return Tiling(block_m, 32, 4 if block_m == 16 else 8)
 
 
 def constants(
