@@ -2,8 +2,8 @@
 """The kernel of `triton_attention`: one tile of a request's rows over one split of the keys they see.
 
 A program owns M rows of a request, with the query heads that share a key-value head as further rows. Keys that all of
-them see (the prefix; of a causal block, what lies before the tile's first row) come in whole tiles and need no mask.
-The last split then goes on to the tile's own last keys, where a key is seen if it lies in the prefix or its bit is set:
+them see (the prefix; of a causal block, what its first row sees) come in whole tiles and need no mask. The last split
+then goes on to the keys after those, where a key is seen if it lies in the prefix or its bit is set:
 
     score(r, j) = scale * q_r . k_j,             softcap * tanh(score / softcap) with a softcap
     out(r)      = sum_j exp(score(r, j)) v_j / sum_j exp(score(r, j))         online, in base 2 and float32
@@ -13,8 +13,7 @@ A program that has all keys stores its rows' output, one of several also the log
 Ranges of keys follow from lengths that the device reads. Places outside a request's own are never read, nor are rows
 outside the plan.
 
-Letters: M rows of a tile (row-major over row and group head), N keys of a tile, G query heads per key-value head,
-D head dim, W words.
+Letters: M rows of a tile (group heads of a row side by side), N keys of a tile.
 """
 
 from __future__ import annotations
@@ -82,7 +81,7 @@ def _attend_tile(
     HAS_SOFTCAP: tl.constexpr,
     IS_WHOLE: tl.constexpr,
 ):
-    """One more tile of keys, places `start` … `start + BLOCK_N - 1`; whole tiles are seen by every row."""
+    """Add the keys at places `start` … `start + BLOCK_N - 1`; those of a whole tile are seen by every row."""
     dims = tl.arange(0, BLOCK_D)
     place = start + tl.arange(0, BLOCK_N)
     is_key = place < stop
@@ -229,7 +228,7 @@ def attention_kernel(
             NUM_WORDS, PAGE_SIZE, NUM_KV_HEADS * HEAD_DIM, HEAD_DIM, BLOCK_D, BLOCK_N, HAS_WINDOW, HAS_SOFTCAP, False,
         )  # fmt: skip
 
-    # In int64, since outputs of many splits may need it; and so the compiler keeps no int32 rows through the loops.
+    # Anew in int64: outputs of many splits may need it, and rows kept from before the loops would spill.
     flat64 = first_flat + tl.arange(0, BLOCK_M).to(tl.int64)
     is_row = flat64 < num_own * GROUP
     head64 = kv_head * GROUP + flat64 % GROUP
