@@ -7,7 +7,6 @@ process only `TRITON_INTERPRET` is looked at. A backend asked for by name is nev
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from importlib import import_module
@@ -17,6 +16,7 @@ import torch
 
 from eyas.kernels.attention_backend import AttentionBackend, AttentionGeometry
 from eyas.kernels.capabilities import ATTENTION_BACKENDS, KERNEL_BACKENDS, AttentionFeature, Capabilities
+from eyas.kernels.interpreter import is_interpreting, mend_interpreter
 
 AUTO = "auto"
 
@@ -66,7 +66,7 @@ def refusal(backend: Capabilities, need: KernelNeed) -> str | None:
     """Why a backend cannot do what is asked, as the rest of a sentence that begins with its name; None if it can."""
     if need.device not in backend.devices:
         return f"does not run on {need.device}"
-    if need.device in backend.interpreted_on and not _is_interpreting():
+    if need.device in backend.interpreted_on and not is_interpreting():
         return f"runs on {need.device} only interpreted, with TRITON_INTERPRET=1 in the environment"
     if need.dtype not in backend.dtypes:
         return f"does not compute in {str(need.dtype).removeprefix('torch.')}"
@@ -166,7 +166,7 @@ def create_attention(backend: Capabilities, geometry: AttentionGeometry) -> Atte
         value_head_dim=geometry.value_head_dim,
         page_size=geometry.page_size,
     )
-    if backend.interpreted_on and need.device not in backend.interpreted_on and _is_interpreting():
+    if backend.interpreted_on and need.device not in backend.interpreted_on and is_interpreting():
         raise ValueError(
             f"attention_backend: {backend.name} would run interpreted, not on {need.device}; unset TRITON_INTERPRET"
         )
@@ -174,6 +174,7 @@ def create_attention(backend: Capabilities, geometry: AttentionGeometry) -> Atte
     if reason is not None:
         nearest = _nearest(ATTENTION_BACKENDS, _AUTO_ATTENTION.get(need.device, ()), backend.name, need)
         raise ValueError(f"attention_backend: {backend.name} {reason}; use {nearest}")
+    mend_interpreter()
     module, name = _ATTENTION_CLASSES[backend.name]
     try:
         return cast(AttentionBackend, getattr(import_module(module), name)(geometry))
@@ -183,10 +184,6 @@ def create_attention(backend: Capabilities, geometry: AttentionGeometry) -> Atte
             f"attention_backend: {backend.name} needs {packages}, which cannot be imported ({error}); install "
             "eyas[gpu], or use another one"
         ) from error
-
-
-def _is_interpreting() -> bool:
-    return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def _list(numbers: tuple[int, ...]) -> str:

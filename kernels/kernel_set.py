@@ -11,6 +11,7 @@ from eyas.kernels import build, compact, fused, grow, sample, verify
 from eyas.kernels.build import MaskEncoding, TreeLayout, TreeLinks
 from eyas.kernels.fused import FusedOperations
 from eyas.kernels.grow import GrowOperations
+from eyas.kernels.interpreter import mend_interpreter
 from eyas.kernels.sample import SampledTokens
 from eyas.kernels.tree import DraftTrees
 from eyas.kernels.verify import AcceptedPaths
@@ -50,6 +51,7 @@ def load_kernels(name: str) -> KernelSet:
         return REFERENCE_KERNELS
     if name != "triton":
         raise ValueError(f"kernel_backend: {name} is not known; use reference or triton")
+    mend_interpreter()
     try:
         from eyas.kernels import (
             triton_build,

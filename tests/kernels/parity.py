@@ -7,9 +7,13 @@ from dataclasses import dataclass
 
 import torch
 
+from eyas.kernels.interpreter import mend_interpreter
+
 # Where the matrix runs: the real device, or the CPU through Triton's interpreter (switched on in tests/conftest.py).
 # With its index, as tensors have it: launchers compare devices.
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+
+mend_interpreter()
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,6 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-import interpreter_dots  # noqa: F401
-import interpreter_scalars  # noqa: F401
 import torch
 from attention_scene import PADDING, Request, Scene, chain, random_tree
 from parity import DEVICE, ParityCase

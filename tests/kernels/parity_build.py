@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
-import interpreter_scalars  # noqa: F401
 import torch
 from parity import DEVICE, ParityCase
 from torch import Tensor

@@ -9,7 +9,6 @@ import math
 import random
 from collections.abc import Callable
 
-import interpreter_scalars  # noqa: F401
 import numpy as np
 import torch
 from parity import DEVICE, ParityCase

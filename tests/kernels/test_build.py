@@ -2,7 +2,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import interpreter_scalars  # noqa: F401
 import pytest
 import torch
 from hypothesis import given, settings

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-import interpreter_scalars  # noqa: F401
 import numpy as np
 import pytest
 import torch
