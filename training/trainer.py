@@ -14,6 +14,7 @@ import torch
 from eyas.models.config import DecoderConfig
 from eyas.training.corpus import read_shard, shard_files
 from eyas.training.dataset import Batch, Corpus, make_batches, training_order
+from eyas.training.heap import return_freed_memory
 from eyas.training.initialisation import NewWeights, TargetOutput
 from eyas.training.methods import training_method
 from eyas.training.objective import Objective
@@ -26,6 +27,7 @@ from eyas.training.vocabulary import choose_vocabulary, count_tokens
 _STATE_FILE = "training-state.pt"
 _PACE_STEPS = 20  # steps timed before a run given in minutes knows its number of steps
 _NUM_SAMPLED_ROWS = 2000  # tell the scale of the target's states
+_TRIM_STEPS = 10
 _SLACK = 0.95  # of the minutes is planned with, because a shared machine slows down
 
 
@@ -122,6 +124,8 @@ class HeadTrainer:
             record = self._train_on(self.corpus.batch(next(order)), begin)
             log.write(record)
             self.step += 1
+            if self.step % _TRIM_STEPS == 0:
+                return_freed_memory()
             now = time.monotonic()
             self.elapsed_s = now - begin
             if self.num_steps is None:
