@@ -48,6 +48,11 @@ def perturb(logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tens
     return torch.where(temperatures[:, None] > 0, logits / divisors + noise, logits)
 
 
+def single_temperatures(temperatures: Tensor) -> Tensor:
+    """Float64 temperatures in float32, none above 0 lost: greedy rows break ties by id, others by their noise."""
+    return torch.where(temperatures > 0, temperatures.clamp(min=MIN_TEMPERATURE), temperatures).float()
+
+
 def sample_tokens(logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor) -> SampledTokens:
     """The token after each row of full-vocabulary logits `[T, V]`; the other arguments as for `perturb`."""
     token_ids = torch.arange(logits.shape[1], device=logits.device)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from eyas.kernels.grow import TreeGrowth
+from eyas.kernels.sample import single_temperatures
 from eyas.kernels.static_tree import StaticGrowth
 from eyas.kernels.tree import DraftTrees
 from eyas.models.head import Candidates, Ranker
@@ -171,7 +172,7 @@ class DeviceRankers:
         repeats = rows_each * len(levels)
         positions = self.covered[:, None, None] + torch.arange(levels.start, levels.stop, device=self.covered.device)
         return DeviceRanker(
-            temperatures=self.temperatures.float().repeat_interleave(repeats),
+            temperatures=single_temperatures(self.temperatures).repeat_interleave(repeats),
             seeds=self.seeds.repeat_interleave(repeats),
             positions=positions.expand(-1, rows_each, -1).flatten().contiguous(),
             perturb=self.perturb,

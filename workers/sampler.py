@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -51,10 +52,12 @@ def perturbed_logits(logits: Tensor, rows: RowSampling, token_ids: Tensor) -> Te
     temperatures = torch.tensor(divisors, device=logits.device)
     scaled = logits[index] / temperatures[:, None]
     # Rows without a nucleus are left out: rounding could cut off tokens that they have when they are alone in a step.
-    narrowed = [(place, rows.params[row].top_p) for place, row in enumerate(sampled) if rows.params[row].top_p < 1.0]
+    # In float32, as recorded steps ask it.
+    top_ps = np.array([rows.params[row].top_p for row in sampled], dtype=np.float32).tolist()
+    narrowed = [(place, top_p) for place, top_p in enumerate(top_ps) if top_p < 1.0]
     if narrowed:
-        places, top_ps = (torch.tensor(column, device=logits.device) for column in zip(*narrowed, strict=True))
-        scaled[places] = nucleus(scaled[places], top_ps)
+        places, limits = (torch.tensor(column, device=logits.device) for column in zip(*narrowed, strict=True))
+        scaled[places] = nucleus(scaled[places], limits)
     return logits.index_copy(0, index, scaled + noise)
 
 

@@ -18,7 +18,7 @@ from eyas.kernels.attention_backend import AttentionBackend
 from eyas.kernels.build import MaskEncoding, TreeLayout
 from eyas.kernels.kernel_set import KernelSet
 from eyas.kernels.paged_rows import PagedRows
-from eyas.kernels.sample import nucleus
+from eyas.kernels.sample import nucleus, single_temperatures
 from eyas.kernels.tree import DraftTrees
 from eyas.models.decoder import Decoder
 from eyas.workers.kv_pool import KVPool
@@ -141,7 +141,7 @@ class TreeVerification:
         parallel = self.model.parallel
         num_rows = inputs.tokens.numel()
         if parallel.rank == 0:
-            temperatures = inputs.temperatures[inputs.requests].float()
+            temperatures = single_temperatures(inputs.temperatures[inputs.requests])
             if has_nucleus:
                 logits = _narrowed(logits, temperatures, inputs.top_p[inputs.requests])
             sampled = self.kernels.sample_tokens(

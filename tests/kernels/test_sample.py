@@ -177,3 +177,10 @@ def test_ids_that_the_kernel_does_not_read_are_refused(token_ids: Tensor, messag
 
     with pytest.raises(ValueError, match=message):
         triton_sample.perturb(LOGITS, torch.ones(3), ROWS, ROWS, token_ids)
+
+
+def test_float32_decides_what_has_a_nucleus() -> None:
+    """Catches an eager step that cuts rare tokens off under a top_p which recorded steps read as 1."""
+    logits = torch.tensor([[0.0] + [-40.0] * 9])
+    rows = RowSampling([SamplingParams(1.0, 1.0 - 1e-12, 5)], [3])
+    assert bool(perturbed_logits(logits, rows, torch.arange(10)).isfinite().all())

@@ -9,14 +9,18 @@ import torch
 
 from eyas.deployments.scheduler import TreeShape
 from eyas.kernels.kernel_set import load_kernels
+from eyas.kernels.sample import perturb
 from eyas.kernels.static_tree import TreeChoices
 from eyas.kernels.triton_attention import TritonAttention
 from eyas.workers.buckets import GraphLimits
 from eyas.workers.draft import DraftRunner
+from eyas.workers.draft_graphs import DeviceRankers
 from eyas.workers.graphs import EagerRecorder
 from eyas.workers.kv_pool import PoolLayout
 from eyas.workers.local import LocalWorkers
 from eyas.workers.messages import StepPlan
+from eyas.workers.sampler import NoiseRanker, RowSampling
+from eyas.workers.sampling import SamplingParams
 from eyas.workers.step_backends import StepBackends
 
 LAYOUT = PoolLayout(num_pages=60, page_size=8)
@@ -106,3 +110,14 @@ def test_a_replay_leaves_its_inputs_as_they_were(models: Any, jobs: Any, new_gen
     assert torch.equal(first, recorded._results)
     for saved, now in zip(before, (recorded._block._device, graphs._states, graphs._pages.device), strict=True):
         assert torch.equal(saved, now)
+
+
+def test_nearly_greedy_requests_are_ranked_with_noise() -> None:
+    """Catches temperatures that float32 takes for 0, which would rank ties by id and not as the target breaks them."""
+    temperatures, seeds = torch.tensor([1e-50, 0.0], dtype=torch.float64), torch.tensor([4, 4])
+    ranker = DeviceRankers(temperatures, seeds, torch.tensor([7, 7]), perturb)(range(1, 2), 1, 3)
+    rows = RowSampling([SamplingParams(1e-50, seed=4), SamplingParams(seed=4)], [8, 8])
+    logits, ids = torch.zeros(2, 50), torch.arange(50)
+    ranked, expected = ranker.rank(logits, ids), NoiseRanker(rows, 3).rank(logits, ids)
+    assert torch.equal(ranked.tokens[0], expected.tokens[0])
+    assert not torch.equal(ranked.tokens[0], ranked.tokens[1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -88,6 +89,23 @@ def test_triton_replays_plain_texts(models: Any, jobs: Any, plain_texts: Any, ne
     for job in jobs[:2]:
         generation.submit(job)
     assert generation.run() == plain_texts[:2]
+
+
+def test_ties_of_nearly_greedy_requests(
+    models: Any, jobs: Any, new_generation: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches temperatures that float32 takes for 0: eager steps break ties by noise, recorded ones would by id."""
+    decoder, shape = type(models.target), SHAPES["alone"]
+    logits = decoder.logits
+    monkeypatch.setattr(decoder, "logits", lambda self, hidden: 0.0 * logits(self, hidden))
+    recorded = recorded_workers(models, shape, BACKENDS["reference"], None, 1)
+    texts = []
+    for workers in (models.workers(LAYOUT, None), recorded):
+        generation = new_generation(workers, shape)
+        generation.submit(replace(jobs[0], sampling=SamplingParams(temperature=1e-50, seed=4)))
+        texts.append(generation.run())
+    assert texts[0] == texts[1]
+    assert len(set(texts[0][0])) > 1
 
 
 def requests_of(models: Any, runner: TargetRunner, count: int, size: int) -> list[VerifyRequest]:
