@@ -3,7 +3,7 @@
 #
 #   benchmarks/gpu/check.sh [--dry-run] [--only STEP ...] [--output FOLDER]
 #
-#   PYTHON             interpreter that has torch, triton and transformers (python3)
+#   PYTHON             interpreter that has torch, triton and transformers (.venv/bin/python if there is one, or python3)
 #   EYAS_COMMIT        what the report calls this checkout, where it is a copy without its repository
 #   EYAS_GPU_WHEELS    pieces of wheels to install first (benchmarks/gpu/wheels, see fetch_wheels.sh)
 #   EYAS_GPU_SITE      where they are installed (build/gpu-site)
@@ -11,7 +11,10 @@ set -euo pipefail
 
 HERE=$(cd "$(dirname "$0")" && pwd)
 ROOT=$(cd "$HERE/../.." && pwd)
-PYTHON=${PYTHON:-python3}
+if [ -z "${PYTHON:-}" ]; then
+    PYTHON=python3
+    if [ -x "$ROOT/.venv/bin/python" ]; then PYTHON=$ROOT/.venv/bin/python; fi
+fi
 WHEELS=${EYAS_GPU_WHEELS:-$HERE/wheels}
 SITE=${EYAS_GPU_SITE:-$ROOT/build/gpu-site}
 
