@@ -24,6 +24,7 @@ from eyas.workers.buckets import GraphLimits, ladder
 from eyas.workers.graphs import Progress, Recorder, no_progress
 from eyas.workers.input_block import InputBlock, PageRows
 from eyas.workers.kv_pool import PageTable
+from eyas.workers.sampler import best_candidates
 from eyas.workers.sampling import SamplingParams
 from eyas.workers.tree_drafting import DraftInputs, TreeDrafting, stacked_states
 
@@ -196,9 +197,7 @@ class DeviceRanker:
 
     def rank(self, logits: Tensor, token_ids: Tensor) -> Candidates:
         scores = self.perturb(logits, self.temperatures, self.seeds, self.positions, token_ids)
-        best, columns = scores.topk(min(self.width, scores.shape[1]), dim=-1)
-        tokens = token_ids[columns] if token_ids.dim() == 1 else token_ids.gather(1, columns)
-        return Candidates(tokens=tokens, log_probs=best - scores.logsumexp(dim=-1, keepdim=True))
+        return best_candidates(scores, token_ids, self.width)
 
     def shortlist(self, logits: Tensor, token_ids: Tensor, count: int) -> Tensor:
         scores = self.perturb(logits, self.temperatures, self.seeds, self.positions, token_ids)

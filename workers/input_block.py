@@ -15,7 +15,7 @@ _ALIGNMENT = 2
 
 class InputBlock:
     """Attributes:
-    host: int64 arrays by name, to be filled; `floats` gives one as float64.
+    host: int64 arrays by name, to be filled; `host_floats` gives one as float64.
     device: the same as tensors, whose addresses stay.
     """
 

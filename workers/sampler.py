@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from eyas.kernels.noise import gumbel_noise, stream_key
+from eyas.kernels.sample import MIN_TEMPERATURE
 from eyas.models.head import Candidates
 from eyas.workers.sampling import SamplingParams
 
 _NUCLEUS_GUESS = 1024
-_MIN_TEMPERATURE = 1e-30  # greedy by far; below, logits would overflow and no longer be told apart
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ def perturbed_logits(logits: Tensor, rows: RowSampling, token_ids: Tensor) -> Te
         noise = gumbel_noise(list(key_to_row), token_ids)[[key_to_row[key] for key in keys]]
     else:
         noise = gumbel_noise(keys, token_ids[index])
-    divisors = [max(rows.params[row].temperature, _MIN_TEMPERATURE) for row in sampled]
+    divisors = [max(rows.params[row].temperature, MIN_TEMPERATURE) for row in sampled]
     temperatures = torch.tensor(divisors, device=logits.device)
     scaled = logits[index] / temperatures[:, None]
     # Rows without a nucleus are left out: rounding could cut off tokens that they have when they are alone in a step.
@@ -83,6 +83,13 @@ def choose_tokens(logits: Tensor, rows: RowSampling) -> Tensor:
     return perturbed_logits(logits, rows, token_ids).max(dim=-1).indices
 
 
+def best_candidates(scores: Tensor, token_ids: Tensor, width: int) -> Candidates:
+    """The best `width` of perturbed logits `[T, C]`, whose columns score `token_ids`, `[C]` or `[T, C]`."""
+    best, columns = scores.topk(min(width, scores.shape[1]), dim=-1)
+    tokens = token_ids[columns] if token_ids.dim() == 1 else token_ids.gather(1, columns)
+    return Candidates(tokens=tokens, log_probs=best - scores.logsumexp(dim=-1, keepdim=True))
+
+
 @dataclass(frozen=True, slots=True)
 class NoiseRanker:
     """`Ranker` under the noise the target will use (Gumbel top-k): scores are log-softmax of the *perturbed* logits."""
@@ -92,10 +99,7 @@ class NoiseRanker:
 
     def rank(self, logits: Tensor, token_ids: Tensor) -> Candidates:
         """The normaliser runs over the columns given."""
-        scores = perturbed_logits(logits, self.rows, token_ids)
-        best, columns = scores.topk(min(self.width, scores.shape[1]), dim=-1)
-        tokens = token_ids[columns] if token_ids.dim() == 1 else token_ids.gather(1, columns)
-        return Candidates(tokens=tokens, log_probs=best - scores.logsumexp(dim=-1, keepdim=True))
+        return best_candidates(perturbed_logits(logits, self.rows, token_ids), token_ids, self.width)
 
     def shortlist(self, logits: Tensor, token_ids: Tensor, count: int) -> Tensor:
         return perturbed_logits(logits, self.rows, token_ids).topk(count, dim=-1).indices

@@ -170,7 +170,7 @@ class TreeVerification:
 
 def _narrowed(logits: Tensor, temperatures: Tensor, top_p: Tensor) -> Tensor:
     """Logits with all outside each sampled row's nucleus at -inf; the nucleus is taken at the row's temperature."""
-    divisors = torch.where(temperatures > 0, temperatures.clamp(min=1e-30), 1.0)[:, None]
+    divisors = torch.where(temperatures > 0, temperatures, 1.0)[:, None]
     scaled = logits.float() / divisors
     kept = nucleus(scaled, torch.where(temperatures > 0, top_p, 1.0).float())
     return logits.float().masked_fill(torch.isneginf(kept) & ~torch.isneginf(scaled), -torch.inf)

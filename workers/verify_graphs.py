@@ -38,8 +38,7 @@ class VerifyRequest:
 class VerifyOutcome:
     """Args:
     tokens: what each request gains: its accepted draft tokens, then the bonus token.
-    features: of the committed rows, request by request, `[sum of gains, F]`; None without capture. Valid until the next
-        step.
+    features: of the committed rows, request by request, `[sum of gains, F]`; None without capture.
     not_finite: places of requests whose logits hold NaN or infinity.
     """
 
