@@ -18,7 +18,7 @@ from torch import Tensor
 from eyas.kernels.grow import TreeGrowth
 from eyas.kernels.static_tree import ShapeIndices, StaticGrowth, TreeChoices
 from eyas.models.attention import Attention, no_attention
-from eyas.models.head import DraftHead, Ranker
+from eyas.models.head import DraftHead
 from eyas.models.layers import use_operations
 from eyas.workers.buckets import GraphLimits
 from eyas.workers.draft_graphs import DraftGraphs, DraftShape
@@ -26,7 +26,7 @@ from eyas.workers.graphs import Progress, Recorder, no_progress
 from eyas.workers.kv_pool import KVPool, PageTable, PoolLayout, page_table
 from eyas.workers.messages import AcceptedRun, StepPlan
 from eyas.workers.paged_attention import AttentionGroup, PagedAttention, causal_rows
-from eyas.workers.sampler import NoiseRanker, RowSampling
+from eyas.workers.rankers import HostRankers
 from eyas.workers.sampling import SamplingParams
 from eyas.workers.step_backends import StepBackends
 from eyas.workers.tree_drafting import DraftInputs, TreeDrafting, stacked_states
@@ -175,7 +175,7 @@ class DraftRunner:
         else:
             growth = self.new_growth(plan.width, depth)
             depth = depth if self._choices is None else min(depth, self._choices.depth)
-            self.drafting.grow(growth, self._inputs(requests), depth, HostRankers(requests, self._shares_noise))
+            self.drafting.grow(growth, self._inputs(requests), depth, self._rankers(requests))
             roots = torch.tensor([request.root for request in requests], device=self.device)
             trees = growth.finish(roots, torch.tensor(budgets, device=self.device))
         tokens, parents, counts = trees.tokens.tolist(), trees.parents.tolist(), trees.num_nodes.tolist()
@@ -205,6 +205,12 @@ class DraftRunner:
         graphs.record(on_progress)
         self.graphs = graphs
 
+    def _rankers(self, requests: list[DraftRequest]) -> HostRankers:
+        return HostRankers(
+            params=[request.sampling if self._shares_noise else SamplingParams() for request in requests],
+            covered=[request.num_covered for request in requests],
+        )
+
     def _inputs(self, requests: list[DraftRequest]) -> DraftInputs:
         covered = [request.num_covered for request in requests]
         return DraftInputs(
@@ -213,21 +219,3 @@ class DraftRunner:
             page_table=page_table([request.pages for request in requests]),
             max_covered=max(covered),
         )
-
-
-@dataclass(frozen=True, slots=True)
-class HostRankers:
-    """`Rankers` that know each request's sampling on the host."""
-
-    requests: list[DraftRequest]
-    shares_noise: bool
-
-    def __call__(self, levels: range, rows_each: int, width: int) -> Ranker:
-        params = [request.sampling if self.shares_noise else SamplingParams() for request in self.requests]
-        rows = RowSampling(
-            params=[each for each in params for _ in range(rows_each * len(levels))],
-            positions=[
-                request.num_covered + level for request in self.requests for _ in range(rows_each) for level in levels
-            ],
-        )
-        return NoiseRanker(rows, width)

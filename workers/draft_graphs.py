@@ -16,19 +16,15 @@ import torch
 from torch import Tensor
 
 from eyas.kernels.grow import TreeGrowth
-from eyas.kernels.sample import single_temperatures
 from eyas.kernels.static_tree import StaticGrowth
 from eyas.kernels.tree import DraftTrees
-from eyas.models.head import Candidates, Ranker
 from eyas.workers.buckets import GraphLimits, ladder
 from eyas.workers.graphs import Progress, Recorder, no_progress
 from eyas.workers.input_block import InputBlock, PageRows
 from eyas.workers.kv_pool import PageTable
-from eyas.workers.sampler import best_candidates
+from eyas.workers.rankers import DeviceRankers, Perturb
 from eyas.workers.sampling import SamplingParams
 from eyas.workers.tree_drafting import DraftInputs, TreeDrafting, stacked_states
-
-Perturb = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 class Drafting(Protocol):
@@ -153,52 +149,3 @@ class _RecordedDraft:
             raise ValueError("a kept candidate's parent was not kept before it: scores are not ancestor-closed")
         tokens, parents, counts = results.split([self._max_nodes, self._max_nodes, 2], dim=1)
         return DraftTrees(tokens, parents, counts[:, 0])
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceRankers:
-    """`Rankers` over sampling that only the device knows.
-
-    Args:
-        temperatures: float64 `[B]`.
-        seeds, covered: int64 `[B]`.
-    """
-
-    temperatures: Tensor
-    seeds: Tensor
-    covered: Tensor
-    perturb: Perturb
-
-    def __call__(self, levels: range, rows_each: int, width: int) -> Ranker:
-        repeats = rows_each * len(levels)
-        positions = self.covered[:, None, None] + torch.arange(levels.start, levels.stop, device=self.covered.device)
-        return DeviceRanker(
-            temperatures=single_temperatures(self.temperatures).repeat_interleave(repeats),
-            seeds=self.seeds.repeat_interleave(repeats),
-            positions=positions.expand(-1, rows_each, -1).flatten().contiguous(),
-            perturb=self.perturb,
-            width=width,
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceRanker:
-    """`Ranker` under the target's noise, see `NoiseRanker`; it ranks the whole distribution, not a nucleus of it.
-
-    Args:
-        temperatures, seeds, positions: of each row, `[T]`.
-    """
-
-    temperatures: Tensor
-    seeds: Tensor
-    positions: Tensor
-    perturb: Perturb
-    width: int
-
-    def rank(self, logits: Tensor, token_ids: Tensor) -> Candidates:
-        scores = self.perturb(logits, self.temperatures, self.seeds, self.positions, token_ids)
-        return best_candidates(scores, token_ids, self.width)
-
-    def shortlist(self, logits: Tensor, token_ids: Tensor, count: int) -> Tensor:
-        scores = self.perturb(logits, self.temperatures, self.seeds, self.positions, token_ids)
-        return scores.topk(count, dim=-1).indices

@@ -8,7 +8,6 @@ Letters: B requests, W candidates per parent, E nodes of a level to be extended,
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -17,9 +16,10 @@ from eyas.kernels.attention_backend import AttentionBackend
 from eyas.kernels.fused import REFERENCE, FusedOperations
 from eyas.kernels.grow import TreeGrowth
 from eyas.kernels.static_tree import StaticGrowth
-from eyas.models.head import DraftHead, Ranker
+from eyas.models.head import DraftHead
 from eyas.workers.kv_pool import KVPool
 from eyas.workers.level_attention import LevelAttention
+from eyas.workers.rankers import Rankers
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,14 +37,6 @@ class DraftInputs:
     covered: Tensor
     page_table: Tensor
     max_covered: int
-
-
-class Rankers(Protocol):
-    """Makes the ranker of one call of a head."""
-
-    def __call__(self, levels: range, rows_each: int, width: int) -> Ranker:
-        """For `rows_each` states of each request at each of `levels`, keeping the best `width` of each."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

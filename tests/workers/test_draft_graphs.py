@@ -14,11 +14,11 @@ from eyas.kernels.static_tree import TreeChoices
 from eyas.kernels.triton_attention import TritonAttention
 from eyas.workers.buckets import GraphLimits
 from eyas.workers.draft import DraftRunner
-from eyas.workers.draft_graphs import DeviceRankers
 from eyas.workers.graphs import EagerRecorder
 from eyas.workers.kv_pool import PoolLayout
 from eyas.workers.local import LocalWorkers
 from eyas.workers.messages import StepPlan
+from eyas.workers.rankers import DeviceRankers
 from eyas.workers.sampler import NoiseRanker, RowSampling
 from eyas.workers.sampling import SamplingParams
 from eyas.workers.step_backends import StepBackends
