@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
-from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from eyas.training.recording import FeatureRecorder
+from eyas.training.shard import Shard, count_answer_tokens, save_shard, shard_files
 
 _MARK = "@@USER@@"
 _SEED_STRIDE = 1_000_003
@@ -103,49 +102,6 @@ class UserTurnTemplate:
 
 
 @dataclass(frozen=True, slots=True)
-class Shard:
-    """Conversations of one round, end to end.
-
-    Args:
-        token_ids: int64 `[T]`.
-        features: bfloat16 `[T, A * H]`.
-        lengths, prompt_lengths: per conversation; answers fill a conversation from its prompt length on.
-    """
-
-    token_ids: Tensor
-    features: Tensor
-    lengths: list[int]
-    prompt_lengths: list[int]
-
-
-def shard_files(folder: Path) -> list[Path]:
-    """Complete shards of a corpus, in order."""
-    return sorted(folder.glob("shard-*.safetensors"))
-
-
-def read_shard(file: Path) -> Shard:
-    """Read a shard written by `write_corpus`."""
-    tensors = load_file(file)
-    return Shard(
-        token_ids=tensors["token_ids"],
-        features=tensors["features"],
-        lengths=tensors["lengths"].tolist(),
-        prompt_lengths=tensors["prompt_lengths"].tolist(),
-    )
-
-
-def count_answer_tokens(files: list[Path]) -> int:
-    """Answer tokens in the given shards, from their lengths alone."""
-    from safetensors import safe_open
-
-    total = 0
-    for file in files:
-        with safe_open(file, framework="pt") as opened:
-            total += int((opened.get_tensor("lengths") - opened.get_tensor("prompt_lengths")).sum())
-    return total
-
-
-@dataclass(frozen=True, slots=True)
 class Writer:
     """One of several processes that share a corpus: it writes every `count`-th shard, beginning with `index`."""
 
@@ -168,7 +124,7 @@ def write_corpus(
     while count_answer_tokens(shard_files(folder)) < config.num_tokens:
         file = folder / f"shard-{round_index:05d}.safetensors"
         if not file.exists():
-            _save_atomically(_write_round(round_index, config, template, generate, recorder, stop_token_id), file)
+            save_shard(_write_round(round_index, config, template, generate, recorder, stop_token_id), file)
         round_index += writer.count
 
 
@@ -208,31 +164,17 @@ def _write_round(
         for index, prompt in enumerate(ordered)
     ]
     answers = generate(jobs)
-    tokens, features, lengths, prompt_lengths = [], [], [], []
+    tokens, answered, features, lengths = [], [], [], []
     for job, answer in zip(jobs, answers, strict=True):
         text = [*job.prompt_ids, *answer.token_ids]
         recorded = recorder.take(answer.request_id)
         length = min(len(text), recorded.shape[0])  # the last token of a capped answer was never committed
         tokens.append(torch.tensor(text[:length]))
         features.append(recorded[:length])
+        answered.append(torch.arange(length) >= len(job.prompt_ids))
         lengths.append(length)
-        prompt_lengths.append(len(job.prompt_ids))
-    return Shard(torch.cat(tokens), torch.cat(features), lengths, prompt_lengths)
+    return Shard(torch.cat(tokens), torch.cat(answered), lengths, torch.cat(features))
 
 
 def _without_stop(token_ids: list[int], stop_token_id: int) -> list[int]:
     return token_ids[:-1] if token_ids and token_ids[-1] == stop_token_id else token_ids
-
-
-def _save_atomically(shard: Shard, file: Path) -> None:
-    partial = file.with_suffix(".partial")
-    save_file(
-        {
-            "token_ids": shard.token_ids,
-            "features": shard.features.contiguous(),
-            "lengths": torch.tensor(shard.lengths),
-            "prompt_lengths": torch.tensor(shard.prompt_lengths),
-        },
-        partial,
-    )
-    partial.replace(file)

@@ -16,14 +16,14 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from eyas.training.corpus import Shard
+from eyas.training.shard import Shard
 
 _BATCHES_PER_POOL = 32
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Where one conversation lies in the corpus; `prompt_length` of its `length` rows precede the answer."""
+    """Where one conversation lies in the corpus; `prompt_length` of its `length` rows precede the first answer."""
 
     shard: int
     start: int
@@ -37,11 +37,13 @@ class Batch:
 
     Args:
         token_ids: int64 `[T]`.
+        is_answer: which tokens a head is trained to foretell, bool `[T]`.
         features: `[T, (A + 1) * H]`; the last H columns are the target's state before its final norm.
         lengths, prompt_lengths: per conversation.
     """
 
     token_ids: Tensor
+    is_answer: Tensor
     features: Tensor
     lengths: list[int]
     prompt_lengths: list[int]
@@ -83,6 +85,14 @@ class Batch:
         following[torch.tensor(self.lengths).cumsum(0) - 1] = -1
         return following
 
+    @cached_property
+    def precedes_answer(self) -> Tensor:
+        """Whether the token after every row is an answer's; one cut off belongs to the same turn. Bool `[T]`."""
+        following = torch.cat([self.is_answer[1:], self.is_answer[-1:]])
+        ends = torch.tensor(self.lengths).cumsum(0) - 1
+        following[ends] = self.is_answer[ends]
+        return following
+
 
 class Corpus:
     """Shards and an index of their conversations.
@@ -97,7 +107,7 @@ class Corpus:
         self.conversations: list[Conversation] = []
         for index, shard in enumerate(shards):
             start = 0
-            for length, prompt_length in zip(shard.lengths, shard.prompt_lengths, strict=True):
+            for length, prompt_length in zip(shard.lengths, shard.prompt_lengths(), strict=True):
                 ends_in_stop = length > prompt_length and int(shard.token_ids[start + length - 1]) == stop_token_id
                 kept = min(length - ends_in_stop, max_length)
                 if kept > max(prompt_length, 1):
@@ -116,16 +126,24 @@ class Corpus:
 
     def answer(self, conversation: Conversation) -> Tensor:
         """Answer tokens, int64."""
-        return self._rows(self.shards[conversation.shard].token_ids, conversation)[conversation.prompt_length :]
+        shard = self.shards[conversation.shard]
+        return self._rows(shard.token_ids, conversation)[self._rows(shard.is_answer, conversation)]
 
     def batch(self, conversations: list[Conversation]) -> Batch:
         """Read the rows of `conversations`."""
         return Batch(
             token_ids=torch.cat([self._rows(self.shards[item.shard].token_ids, item) for item in conversations]),
-            features=torch.cat([self._rows(self.shards[item.shard].features, item) for item in conversations]),
+            is_answer=torch.cat([self._rows(self.shards[item.shard].is_answer, item) for item in conversations]),
+            features=torch.cat([self._features(item) for item in conversations]),
             lengths=[item.length for item in conversations],
             prompt_lengths=[item.prompt_length for item in conversations],
         )
+
+    def _features(self, conversation: Conversation) -> Tensor:
+        features = self.shards[conversation.shard].features
+        if features is None:
+            raise ValueError("the corpus holds texts without the target's states")
+        return self._rows(features, conversation)
 
     @staticmethod
     def _rows(tensor: Tensor, conversation: Conversation) -> Tensor:

@@ -69,7 +69,7 @@ class Objective(nn.Module):
         return loss, accuracy
 
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """`compute` in the dtype the weights have. Rows that emitted an id the loss may not hold are dropped."""
+        """`compute` in the dtype the weights have. Only answers count, and of these what the loss may hold."""
         method, hidden = self.method, self.output.norm.shape[0]
         recorded = batch.features.to(self.output.weight.dtype)
         columns, bias = self.scored_columns(batch)
@@ -78,7 +78,7 @@ class Objective(nn.Module):
             inputs = method.inputs(recorded, self.output)
             scored = self.output.restricted(self.head.candidate_ids[columns])
             target_probs = target_distribution(scored.logits(recorded[compared, -hidden:]) + bias)
-            is_kept = self._is_scored[batch.next_ids[compared]]
+            is_kept = self._is_scored[batch.next_ids[compared]] & batch.precedes_answer[compared]
         total, accuracies = torch.zeros(()), []
         for level, states in enumerate(method.level_states(self.head, inputs, batch, self.num_levels)):
             rows = batch.later_rows(level)

@@ -12,13 +12,13 @@ from typing import Any, Protocol
 import torch
 
 from eyas.models.config import DecoderConfig
-from eyas.training.corpus import read_shard, shard_files
 from eyas.training.dataset import Batch, Corpus, make_batches, training_order
 from eyas.training.heap import return_freed_memory
 from eyas.training.initialisation import NewWeights, TargetOutput
 from eyas.training.methods import training_method
 from eyas.training.objective import Objective
 from eyas.training.optimizer import HeadOptimizer
+from eyas.training.shard import read_shard, shard_files
 from eyas.training.training_config import TrainingConfig
 from eyas.training.training_log import StepRecord, TrainingLog
 from eyas.training.validation import Validation, validate
@@ -76,16 +76,20 @@ class HeadTrainer:
         shards = [read_shard(corpus_folder / name) for name in self._shard_names]
         self.corpus = Corpus(shards, config.max_length, stop_token_id)
         aux_layers = aux_layers or target.default_aux_layers()
-        width, expected = shards[0].features.shape[1], (len(aux_layers) + 1) * target.hidden_size
-        if width != expected:
-            raise ValueError(f"{corpus_folder}: features are {width} wide, {aux_layers} and the last need {expected}")
+        features, expected = shards[0].features, (len(aux_layers) + 1) * target.hidden_size
+        if features is None:
+            raise ValueError(f"{corpus_folder}: holds texts without the target's states")
+        if features.shape[1] != expected:
+            raise ValueError(
+                f"{corpus_folder}: features are {features.shape[1]} wide, {aux_layers} and the last need {expected}"
+            )
         self.training, validation = self.corpus.split(config.validation_share)
         answers = (self.corpus.answer(conversation) for conversation in self.training)
         self.vocabulary = choose_vocabulary(
             count_tokens(answers, target.vocab_size), config.draft_vocab_size, [stop_token_id]
         )
         self.method = training_method(config, aux_layers)
-        last_states = shards[0].features[:_NUM_SAMPLED_ROWS, -target.hidden_size :].float()
+        last_states = features[:_NUM_SAMPLED_ROWS, -target.hidden_size :].float()
         state_rms = float(last_states.square().mean(dim=1).sqrt().median())
         weights = NewWeights(target_folder, target, dtype, config.seed, state_rms)
         self.head = self.method.new_head(weights, self.vocabulary.token_ids, config.num_levels)

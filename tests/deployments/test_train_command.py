@@ -9,7 +9,8 @@ import torch
 from safetensors.torch import save_file
 
 from eyas.deployments import train_command
-from eyas.deployments.train_command import add_train_parser, recorded_layers
+from eyas.deployments.own_corpus import recorded_layers
+from eyas.deployments.train_command import add_train_parser
 from eyas.models.config import DecoderConfig
 from eyas.models.head_loading import load_head
 from eyas.models.target_weights import TargetWeights

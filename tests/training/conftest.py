@@ -13,10 +13,10 @@ from torch import Tensor
 
 from eyas.models.config import DecoderConfig
 from eyas.models.eagle3 import Eagle3Head
-from eyas.training.corpus import Shard
 from eyas.training.dataset import Corpus
 from eyas.training.eagle3_method import Eagle3Method
 from eyas.training.initialisation import NewWeights
+from eyas.training.shard import Shard
 
 HIDDEN, VOCAB, NUM_LAYERS = 32, 64, 6
 STOP = 2
@@ -77,8 +77,8 @@ def shard() -> Shard:
     return Shard(
         token_ids=torch.randint(STOP + 1, VOCAB, (total,), generator=generator),
         features=torch.randn(total, NUM_STATES * HIDDEN, generator=generator).to(torch.bfloat16),
+        is_answer=torch.cat([torch.arange(n) >= p for n, p in zip(LENGTHS, PROMPT_LENGTHS, strict=True)]),
         lengths=LENGTHS,
-        prompt_lengths=PROMPT_LENGTHS,
     )
 
 

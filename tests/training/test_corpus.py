@@ -9,11 +9,9 @@ from eyas.training.corpus import (
     GeneratedText,
     GenerationJob,
     UserTurnTemplate,
-    count_answer_tokens,
-    read_shard,
-    shard_files,
     write_corpus,
 )
+from eyas.training.shard import count_answer_tokens, read_shard, shard_files
 
 BEFORE, AFTER, STOP = [1, 2], [3], 0
 ROW_SIZE = 4
@@ -71,7 +69,8 @@ def test_shards_hold_what_was_written(tmp_path: Path) -> None:
     files = shard_files(tmp_path)
     assert count_answer_tokens(files) >= 100
     shard = read_shard(files[0])
+    assert shard.features is not None
     assert shard.features.shape == (sum(shard.lengths), ROW_SIZE)
     first = target.answer_jobs[0]
     assert shard.token_ids[: shard.lengths[0]].tolist() == [*first.prompt_ids, 7, 8]
-    assert shard.prompt_lengths[0] == len(first.prompt_ids)
+    assert shard.prompt_lengths()[0] == len(first.prompt_ids)

@@ -4,17 +4,23 @@ from itertools import islice
 
 import pytest
 import torch
+from torch import Tensor
 
-from eyas.training.corpus import Shard
 from eyas.training.dataset import Conversation, Corpus, epoch_batches, make_batches, training_order
+from eyas.training.shard import Shard
 
 STOP = 2
+
+
+def answers_after(prompt_lengths: list[int], lengths: list[int]) -> Tensor:
+    return torch.cat([torch.arange(length) >= prompt for length, prompt in zip(lengths, prompt_lengths, strict=True)])
 
 
 def make_shard(texts: list[list[int]], prompt_lengths: list[int]) -> Shard:
     token_ids = torch.tensor([token for text in texts for token in text])
     features = torch.arange(token_ids.shape[0], dtype=torch.bfloat16)[:, None]
-    return Shard(token_ids, features, [len(text) for text in texts], prompt_lengths)
+    lengths = [len(text) for text in texts]
+    return Shard(token_ids, answers_after(prompt_lengths, lengths), lengths, features)
 
 
 def conversations_of(lengths: list[int]) -> list[Conversation]:
@@ -96,3 +102,14 @@ def test_order_goes_on_where_a_run_stopped() -> None:
     whole = list(islice(training_order(conversations, 40, seed=3), 25))
     for first_step in (0, 2, 11, 24):
         assert list(islice(training_order(conversations, 40, 3, first_step), 25 - first_step)) == whole[first_step:]
+
+
+def test_turns_of_the_user_within_a_conversation_are_no_answers() -> None:
+    """Catches a head trained on what the user says between two answers."""
+    is_answer = torch.tensor([False, False, True, True, False, True, False, True])
+    shard = Shard(torch.arange(10, 18), is_answer, [6, 2], torch.zeros(8, 1))
+    corpus = Corpus([shard], max_length=64)
+    assert [item.prompt_length for item in corpus.conversations] == [2, 1]
+    assert corpus.answer(corpus.conversations[0]).tolist() == [12, 13, 15]
+    batch = corpus.batch(corpus.conversations)
+    assert batch.precedes_answer.tolist() == [False, True, True, False, True, True, True, True]

@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
-from eyas.training.corpus import Shard
+from eyas.training.shard import Shard, save_shard
 from eyas.training.trainer import HeadTrainer
 from eyas.training.training_config import TrainingConfig
 from eyas.training.training_log import StepRecord, read_log
@@ -49,14 +48,8 @@ class Recorder:
 def corpus_folder(shard: Shard, tmp_path: Path) -> Path:
     folder = tmp_path / "corpus"
     folder.mkdir()
-    write_shard(shard, folder / "shard-00000.safetensors")
+    save_shard(shard, folder / "shard-00000.safetensors")
     return folder
-
-
-def write_shard(shard: Shard, file: Path) -> None:
-    tensors = {"token_ids": shard.token_ids, "features": shard.features}
-    lengths = {"lengths": torch.tensor(shard.lengths), "prompt_lengths": torch.tensor(shard.prompt_lengths)}
-    save_file(tensors | lengths, file)
 
 
 @pytest.fixture
@@ -91,7 +84,7 @@ def test_a_killed_run_repeats_the_losses(
     whole, killed, resumed = Recorder(), Recorder(), Recorder()
     make_trainer("whole", kind=kind).run(whole)
     assert make_trainer("work", kind=kind, checkpoint_minutes=1e-9).run(killed, stop_after=kill_after) is None
-    write_shard(shard, corpus_folder / "shard-00001.safetensors")
+    save_shard(shard, corpus_folder / "shard-00001.safetensors")
     make_trainer("work", kind=kind).run(resumed)
     first = 12 - len(resumed.losses)
     assert first == kill_after - 1  # the checkpoint after the last step was not reached
