@@ -1,109 +1,180 @@
-"""The target's own texts as a corpus: wires the offline engine to the corpus writer, in several processes."""
+"""Texts the target writes itself: the options checked, the size announced, the writers started."""
 
 from __future__ import annotations
 
-import multiprocessing
-import time
-from dataclasses import dataclass
+import argparse
+import json
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-import torch
-from transformers import AutoTokenizer
+from rich.console import Console
 
-from eyas.deployments.offline import OfflineEngine, OfflineRequest
-from eyas.deployments.pages import PageAllocator
-from eyas.deployments.progress import progress_bar
-from eyas.deployments.scheduler import TreeShape
+from eyas.deployments.corpus_size import announce_size
+from eyas.deployments.corpus_writers import TEMPLATE_TOKENS, CorpusJob, write_in_processes
+from eyas.deployments.prompts import read_prompts
+from eyas.deployments.tokenizer import Tokenizer
 from eyas.models.config import DecoderConfig
-from eyas.training.corpus import CorpusConfig, GeneratedText, GenerationJob, UserTurnTemplate, Writer, write_corpus
-from eyas.training.recording import FeatureRecorder
-from eyas.training.shard import count_answer_tokens, shard_files
-from eyas.workers.kv_pool import PoolLayout
-from eyas.workers.loading import EngineSpec, load_target
-from eyas.workers.local import LocalWorkers
-from eyas.workers.sampling import SamplingParams
-from eyas.workers.target import TargetRunner
+from eyas.training.corpus import Writer
+from eyas.training.generation import CorpusConfig
+from eyas.training.shard import count_answer_tokens, count_rows, shard_files
+from eyas.training.states import recorded_layers
+from eyas.training.text_corpus import MANIFEST, Manifest, bytes_per_token, shard_file
 
-WRITER_BATCH = 64
-_PAGE_SIZE = 16
-_TEMPLATE_TOKENS = 128  # room for what the chat template puts around a turn
-_POLL_S = 1.0
+_SHARD = "conversations_per_shard"
 
 
-def recorded_layers(config: DecoderConfig) -> tuple[int, ...]:
-    """What the corpus keeps: the states EAGLE-3 fuses, and the last one, which gives the target's distribution."""
-    return (*config.default_aux_layers(), config.num_layers)
-
-
-@dataclass(frozen=True, slots=True)
-class CorpusJob:
-    """What one corpus-writing process needs; picklable."""
-
-    target_folder: Path
-    folder: Path
-    config: CorpusConfig
-    batch_size: int
-    dtype: str
-    writer: Writer
-
-
-def write_own_corpus(job: CorpusJob) -> None:
-    """Run one corpus writer in this process, on one thread: the writers share the cores without waiting on another."""
-    torch.set_num_threads(1)
-    config = job.config
-    longest = config.max_user_tokens + config.max_answer_tokens + _TEMPLATE_TOKENS
-    num_pages = job.batch_size * -(-longest // _PAGE_SIZE)
-    spec = EngineSpec(str(job.target_folder), None, job.dtype, "cpu", num_pages, _PAGE_SIZE, num_threads=1)
-    model = load_target(spec).model
-    target = TargetRunner(model, PoolLayout(num_pages, _PAGE_SIZE), recorded_layers(model.config))
-    recorder = FeatureRecorder()
-    engine = OfflineEngine(
-        LocalWorkers(target, recorder), PageAllocator(num_pages, _PAGE_SIZE), TreeShape(), job.batch_size
-    )
-    tokenizer: Any = AutoTokenizer.from_pretrained(job.target_folder)
-    stop_token_id = int(tokenizer.eos_token_id)
-
-    def generate(jobs: list[GenerationJob]) -> list[GeneratedText]:
-        stop = frozenset({stop_token_id})
-        outputs = engine.generate(
-            [
-                OfflineRequest(
-                    text.prompt_ids, SamplingParams(text.temperature, text.top_p, text.seed), text.max_tokens, stop
-                )
-                for text in jobs
-            ]
-        )
-        return [GeneratedText(output.request_id, output.token_ids) for output in outputs]
-
-    write_corpus(job.folder, config, UserTurnTemplate.of(tokenizer), generate, recorder, stop_token_id, job.writer)
-
-
-def write_own_corpus_in_processes(jobs: list[CorpusJob]) -> None:
-    """Run one process per job until the corpus is complete, with a bar of its answer tokens.
+def write_own_texts(
+    args: argparse.Namespace,
+    target_folder: Path,
+    target: DecoderConfig,
+    tokenizer: Tokenizer,
+    max_length: int,
+    console: Console,
+) -> Path:
+    """Write a corpus into the work folder, unless it is there; goes on where it was interrupted.
 
     Raises:
-        RuntimeError: if a writer fails; the others are ended, and complete shards stay.
+        ValueError: for options or prompts that cannot work, a folder that holds something else, or a full disk.
     """
-    folder, num_tokens = jobs[0].folder, jobs[0].config.num_tokens
-    spawn = multiprocessing.get_context("spawn")
-    writers = [spawn.Process(target=write_own_corpus, args=(job,), daemon=True) for job in jobs]
-    with progress_bar() as progress:
-        task = progress.add_task("writing the corpus", total=num_tokens, note="answer tokens")
-        try:
-            for writer in writers:
-                writer.start()
-            while any(writer.is_alive() for writer in writers):
-                failed = [writer.exitcode for writer in writers if writer.exitcode]
-                if failed:
-                    raise RuntimeError(f"a corpus writer ended with exit code {failed[0]}; its error is above")
-                progress.update(task, completed=min(num_tokens, count_answer_tokens(shard_files(folder))))
-                time.sleep(_POLL_S)
-        finally:
-            for writer in writers:
-                if writer.is_alive():
-                    writer.terminate()
-                    writer.join()
-    failed = [writer.exitcode for writer in writers if writer.exitcode]
-    if failed:
-        raise RuntimeError(f"a corpus writer ended with exit code {failed[0]}; its error is above")
+    folder: Path = args.work_dir / "corpus"
+    num_writers = max(1, args.writers)
+    config = _config(args, num_writers)
+    prompts = None if args.prompts is None else _prompts(args.prompts, tokenizer, config, max_length, console)
+    if prompts is None and config.max_user_tokens + TEMPLATE_TOKENS + config.max_answer_tokens > target.max_positions:
+        raise ValueError(
+            f"--user-tokens, --answer-tokens: {config.max_user_tokens} and {config.max_answer_tokens} leave no room "
+            f"for the chat template in the target's context of {target.max_positions}; lower them"
+        )
+    manifest, config = _manifest(args, target_folder, folder, config)
+    manifest.check(folder)
+    files = shard_files(folder)
+    written = count_answer_tokens(files)
+    if written < config.num_tokens and not _is_used_up(folder, prompts, config):
+        num_states = len(recorded_layers(target)) if args.states == "recorded" else 0
+        rows_per_answer = 1 + _prompt_tokens(prompts, config) / config.max_answer_tokens
+        num_missing = round((config.num_tokens - written) * rows_per_answer)
+        token_bytes = bytes_per_token(num_states, target.hidden_size)
+        num_rows = num_missing + count_rows(files)
+        announce_size(console, folder, num_rows, token_bytes, num_missing, "--corpus-tokens", about="about ")
+        if prompts is not None:
+            _announce_passes(prompts, config, console)
+        manifest.claim(folder)
+        write_in_processes(
+            [
+                CorpusJob(
+                    target_folder, folder, config, args.dtype, Writer(index, num_writers), prompts, num_states > 0
+                )
+                for index in range(num_writers)
+            ]
+        )
+        written = count_answer_tokens(shard_files(folder))
+    if written < config.num_tokens:
+        console.print(
+            f"--prompts: {args.prompts} is used up: every prompt has its greedy answer, which would only be repeated; "
+            f"the corpus holds {written:,} of {config.num_tokens:,} answer tokens (--corpus-tokens); for more, add "
+            "prompts or start anew with a lower --greedy-share",
+            style="yellow", soft_wrap=True, highlight=False,
+        )  # fmt: skip
+    return folder
+
+
+def _config(args: argparse.Namespace, num_writers: int) -> CorpusConfig:
+    """The options as a `CorpusConfig`; a small corpus is written in small rounds, so that it does not get too large."""
+    options = {
+        "--corpus-tokens": args.corpus_tokens, "--answer-tokens": args.answer_tokens, "--user-tokens": args.user_tokens
+    }  # fmt: skip
+    for name, value in options.items():
+        if value < 1:
+            raise ValueError(f"{name}: must be at least 1, got {value}")
+    if not 0.0 <= args.greedy_share <= 1.0:
+        raise ValueError(f"--greedy-share: must be between 0 and 1, got {args.greedy_share}")
+    if not args.answer_temperature > 0.0:
+        raise ValueError(
+            f"--answer-temperature: must be above 0, got {args.answer_temperature}; --greedy-share 1 makes all answers "
+            "greedy"
+        )
+    num_answers = -(-args.corpus_tokens // args.answer_tokens)
+    return CorpusConfig(
+        num_tokens=args.corpus_tokens,
+        conversations_per_shard=max(2, min(CorpusConfig().conversations_per_shard, -(-num_answers // num_writers))),
+        max_user_tokens=args.user_tokens,
+        max_answer_tokens=args.answer_tokens,
+        greedy_share=args.greedy_share,
+        answer_temperature=args.answer_temperature,
+        seed=args.seed,
+    )
+
+
+def _manifest(
+    args: argparse.Namespace, target_folder: Path, folder: Path, config: CorpusConfig
+) -> tuple[Manifest, CorpusConfig]:
+    """What decides over the texts, and the config with the rounds of the corpus that is there."""
+    file = folder / MANIFEST
+    if file.exists():
+        written = json.loads(file.read_text())["options"].get(_SHARD, config.conversations_per_shard)
+        config = replace(config, conversations_per_shard=written)
+    options = {
+        "target": str(target_folder),
+        "dtype": args.dtype,
+        "states": args.states,
+        "greedy_share": config.greedy_share,
+        "answer_temperature": config.answer_temperature,
+        "answer_tokens": config.max_answer_tokens,
+        "seed": config.seed,
+        _SHARD: config.conversations_per_shard,
+    }
+    if args.prompts is None:
+        options["user_tokens"] = config.max_user_tokens
+    return Manifest.of([] if args.prompts is None else [args.prompts], options), config
+
+
+def _prompts(
+    file: Path, tokenizer: Tokenizer, config: CorpusConfig, max_length: int, console: Console
+) -> list[list[int]]:
+    """Distinct prompts whose answers fit, in the file's order."""
+    given = read_prompts(file, tokenizer, "--prompts")
+    distinct = list(dict.fromkeys(tuple(prompt) for prompt in given))
+    room = max_length - config.max_answer_tokens
+    kept = [list(prompt) for prompt in distinct if len(prompt) <= room]
+    if distinct and not kept:
+        raise ValueError(
+            f"--prompts: {file}: with an answer of {config.max_answer_tokens} tokens (--answer-tokens) all "
+            f"{len(distinct)} prompts are longer than {max_length} tokens, the shortest has {min(map(len, distinct))}; "
+            "raise --max-length, lower --answer-tokens or give shorter prompts"
+        )
+    if len(kept) < 2:
+        raise ValueError(
+            f"--prompts: {file}: holds 1 prompt to train on, at least 2 are needed, one of them for validation; add "
+            "prompts"
+        )
+    if len(kept) < len(given):
+        console.print(
+            f"--prompts: {file}: {len(given) - len(distinct)} of {len(given)} prompts are repeated, "
+            f"{len(distinct) - len(kept)} are longer than {room} tokens (--max-length less --answer-tokens); "
+            "these were left out",
+            soft_wrap=True, highlight=False,
+        )  # fmt: skip
+    return kept
+
+
+def _announce_passes(prompts: list[list[int]], config: CorpusConfig, console: Console) -> None:
+    at_least = config.num_tokens / (len(prompts) * config.max_answer_tokens)
+    console.print(
+        f"{len(prompts):,} prompts; {config.num_tokens:,} answer tokens take {at_least:.1f} passes or more over them",
+        soft_wrap=True, highlight=False,
+    )  # fmt: skip
+
+
+def _is_used_up(folder: Path, prompts: list[list[int]] | None, config: CorpusConfig) -> bool:
+    """Whether every round that there is has been written."""
+    if prompts is None or config.greedy_share < 1.0:
+        return False
+    num_rounds = -(-len(prompts) // config.conversations_per_shard)
+    return all(shard_file(folder, index).exists() for index in range(num_rounds))
+
+
+def _prompt_tokens(prompts: list[list[int]] | None, config: CorpusConfig) -> float:
+    """Of a typical prompt, rather too many."""
+    if prompts is None:
+        return config.max_user_tokens + TEMPLATE_TOKENS / 2
+    return sum(len(prompt) for prompt in prompts) / len(prompts)

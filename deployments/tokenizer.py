@@ -42,6 +42,11 @@ class Tokenizer:
         return cls(tokenizer, _generation_eos_token_ids(folder))
 
     @property
+    def raw(self) -> Any:
+        """The `transformers` tokenizer itself."""
+        return self._tokenizer
+
+    @property
     def eos_token_ids(self) -> frozenset[int]:
         return self._eos_token_ids
 

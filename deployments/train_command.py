@@ -8,17 +8,20 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
-from transformers import AutoTokenizer
 
-from eyas.deployments.own_corpus import WRITER_BATCH, CorpusJob, write_own_corpus_in_processes
+from eyas.deployments.corpus_options import (
+    add_corpus_options,
+    prepare_corpus,
+    stop_token,
+    target_states,
+    text_length,
+)
 from eyas.deployments.train_options import add_train_options
 from eyas.models.catalog import resolve_target
 from eyas.models.config import DecoderConfig
-from eyas.training.corpus import CorpusConfig, Writer
 from eyas.training.export import draw_curve
 from eyas.training.methods import KINDS
 from eyas.training.progress import TrainingProgress
-from eyas.training.shard import count_answer_tokens, shard_files
 from eyas.training.trainer import HeadTrainer
 from eyas.training.training_config import TrainingConfig
 from eyas.training.validation import Validation
@@ -37,6 +40,7 @@ def add_train_parser(subparsers: Any) -> None:
             formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         )
         add_train_options(parser, kind)
+        add_corpus_options(parser)
         parser.set_defaults(run=run_train)
 
 
@@ -51,6 +55,7 @@ def run_train(args: argparse.Namespace) -> int:
         max_minutes=None if args.steps else args.minutes,
         draft_vocab_size=min(args.draft_vocab, target.vocab_size),
         tokens_per_batch=args.batch_tokens,
+        max_length=text_length(args, target),
         num_levels=args.num_levels,
         has_own_projection=getattr(args, "own_projection", False),
         learning_rate=args.lr,
@@ -58,17 +63,16 @@ def run_train(args: argparse.Namespace) -> int:
         dtype=args.dtype,
         seed=args.seed,
     )
-    corpus_folder = args.corpus or args.work_dir / "corpus"
-    if args.corpus and not shard_files(args.corpus):
-        raise ValueError(f"--corpus: {args.corpus} holds no shard of a corpus; leave it out to write one")
-    if not args.corpus and count_answer_tokens(shard_files(corpus_folder)) < args.corpus_tokens:
-        corpus_config = CorpusConfig(num_tokens=args.corpus_tokens, seed=args.seed)
-        writers = [Writer(index, args.writers) for index in range(max(1, args.writers))]
-        jobs = [CorpusJob(target_folder, corpus_folder, corpus_config, WRITER_BATCH, args.dtype, x) for x in writers]
-        write_own_corpus_in_processes(jobs)
+    corpus_folders = prepare_corpus(args, target_folder, target, console)
     torch.set_num_threads(args.threads)
-    stop_token_id = int(AutoTokenizer.from_pretrained(target_folder).eos_token_id)
-    trainer = HeadTrainer(config, target_folder, corpus_folder, args.work_dir, stop_token_id)
+    trainer = HeadTrainer(
+        config,
+        target_folder,
+        corpus_folders,
+        args.work_dir,
+        stop_token(args, target_folder),
+        compute_states=target_states(args, target_folder) if args.states == "online" else None,
+    )
     console.print(
         f"{len(trainer.training)} conversations to train on; the {config.draft_vocab_size} ids the loss is taken over "
         f"cover {trainer.vocabulary.coverage:.2%} of their answer tokens"

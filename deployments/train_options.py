@@ -20,13 +20,6 @@ def add_train_options(parser: argparse.ArgumentParser, kind: str) -> None:
     parser.add_argument("--target", default=DEFAULT_TARGET, help="target model: a Hugging Face folder or a known name")
     parser.add_argument("--out", type=Path, required=True, help="folder the head is written to")
     parser.add_argument("--work-dir", type=Path, default=Path("runs") / kind, help="log and state to resume from")
-    parser.add_argument(
-        "--corpus", type=Path, help="corpus of an earlier run, which every kind of head can share; it is only read"
-    )
-    parser.add_argument("--corpus-tokens", type=int, default=1_000_000, help="answer tokens the target writes")
-    parser.add_argument(
-        "--writers", type=int, default=num_cpus, help="processes that write the corpus, one thread each"
-    )
     length = parser.add_mutually_exclusive_group()
     length.add_argument("--minutes", type=float, default=60.0, help="train for about this long")
     length.add_argument("--steps", type=int, help="train on this many batches instead")

@@ -9,7 +9,7 @@ Letters: T rows, A fused layers, H target hidden.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -19,6 +19,9 @@ from torch import Tensor
 from eyas.training.shard import Shard
 
 _BATCHES_PER_POOL = 32
+
+ComputeStates = Callable[[Tensor, list[int]], Tensor]
+"""`token_ids [T]` of conversations end to end and their lengths, to the target's states `[T, (A + 1) * H]`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,10 +103,20 @@ class Corpus:
     Args:
         max_length: longer conversations are cut to this many rows; what then holds no answer row is left out.
         stop_token_id: cut from the end of an answer, because nothing follows it.
+        compute_states: gives the target's states where a shard holds none; None refuses such shards.
     """
 
-    def __init__(self, shards: list[Shard], max_length: int, stop_token_id: int | None = None) -> None:
+    def __init__(
+        self,
+        shards: list[Shard],
+        max_length: int,
+        stop_token_id: int | None = None,
+        compute_states: ComputeStates | None = None,
+    ) -> None:
+        if compute_states is None and any(shard.features is None for shard in shards):
+            raise ValueError("the corpus holds texts without the target's states; compute them with --states online")
         self.shards = shards
+        self._compute_states = compute_states
         self.conversations: list[Conversation] = []
         for index, shard in enumerate(shards):
             start = 0
@@ -117,12 +130,31 @@ class Corpus:
             raise ValueError("the corpus holds no conversation with an answer")
 
     def split(self, validation_share: float) -> tuple[list[Conversation], list[Conversation]]:
-        """Training and validation conversations; the latter are the last ones, at least one of each kind."""
+        """Training and validation conversations; the latter are the last ones, at least one of each kind.
+
+        Conversations that begin with a prompt of validation are in neither, or a head would be measured on answers to
+        prompts it was trained on.
+        """
         total = len(self.conversations)
         if total < 2:
             raise ValueError("the corpus must hold at least two conversations, one of them for validation")
         num_validation = min(max(1, round(validation_share * total)), total - 1)
-        return self.conversations[:-num_validation], self.conversations[-num_validation:]
+        validation = self.conversations[-num_validation:]
+        held_out = {self._prompt(item) for item in validation} - {()}
+        training = [item for item in self.conversations[:-num_validation] if self._prompt(item) not in held_out]
+        if not training:
+            raise ValueError(
+                "the corpus: all conversations begin with a prompt that is kept for validation; add ones that do not"
+            )
+        return training, validation
+
+    def _prompt(self, conversation: Conversation) -> tuple[int, ...]:
+        """Tokens before the first answer; none for a window of plain text, whose first token is no prompt."""
+        if conversation.prompt_length < 2:
+            return ()
+        start = conversation.start
+        shard = self.shards[conversation.shard]
+        return tuple(shard.token_ids[start : start + conversation.prompt_length].tolist())
 
     def answer(self, conversation: Conversation) -> Tensor:
         """Answer tokens, int64."""
@@ -130,19 +162,32 @@ class Corpus:
         return self._rows(shard.token_ids, conversation)[self._rows(shard.is_answer, conversation)]
 
     def batch(self, conversations: list[Conversation]) -> Batch:
-        """Read the rows of `conversations`."""
+        """Read the rows of `conversations`, and compute what states are not there."""
         return Batch(
-            token_ids=torch.cat([self._rows(self.shards[item.shard].token_ids, item) for item in conversations]),
+            token_ids=self._token_ids(conversations),
             is_answer=torch.cat([self._rows(self.shards[item.shard].is_answer, item) for item in conversations]),
-            features=torch.cat([self._features(item) for item in conversations]),
+            features=self._features(conversations),
             lengths=[item.length for item in conversations],
             prompt_lengths=[item.prompt_length for item in conversations],
         )
 
-    def _features(self, conversation: Conversation) -> Tensor:
+    def _token_ids(self, conversations: list[Conversation]) -> Tensor:
+        return torch.cat([self._rows(self.shards[item.shard].token_ids, item) for item in conversations])
+
+    def _features(self, conversations: list[Conversation]) -> Tensor:
+        missing = [item for item in conversations if self.shards[item.shard].features is None]
+        if not missing or self._compute_states is None:
+            return torch.cat([self._recorded(item) for item in conversations])
+        lengths = [item.length for item in missing]
+        computed = self._compute_states(self._token_ids(missing), lengths)
+        if len(missing) == len(conversations):
+            return computed
+        pieces = iter(computed.cpu().split(lengths))
+        return torch.cat([next(pieces) if item in missing else self._recorded(item) for item in conversations])
+
+    def _recorded(self, conversation: Conversation) -> Tensor:
         features = self.shards[conversation.shard].features
-        if features is None:
-            raise ValueError("the corpus holds texts without the target's states")
+        assert features is not None  # the constructor has looked
         return self._rows(features, conversation)
 
     @staticmethod

@@ -73,3 +73,22 @@ def count_answer_tokens(files: list[Path]) -> int:
             else:
                 total += int((opened.get_tensor("lengths") - opened.get_tensor("prompt_lengths")).sum())
     return total
+
+
+def count_rows(files: list[Path]) -> int:
+    """Tokens in the given shards, prompts included; their states are not read."""
+    from safetensors import safe_open
+
+    total = 0
+    for file in files:
+        with safe_open(file, framework="pt") as opened:
+            total += int(opened.get_tensor("lengths").sum())
+    return total
+
+
+def holds_states(file: Path) -> bool:
+    """Whether a shard holds the target's states."""
+    from safetensors import safe_open
+
+    with safe_open(file, framework="pt") as opened:
+        return "features" in set(opened.keys())

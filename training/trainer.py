@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
@@ -12,7 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from eyas.models.config import DecoderConfig
-from eyas.training.dataset import Batch, Corpus, make_batches, training_order
+from eyas.training.dataset import Batch, ComputeStates, Corpus, make_batches, training_order
 from eyas.training.heap import return_freed_memory
 from eyas.training.initialisation import NewWeights, TargetOutput
 from eyas.training.methods import training_method
@@ -48,48 +49,53 @@ class HeadTrainer:
     an uninterrupted one would have had, whatever the time it was killed.
 
     Args:
-        stop_token_id: the loss is always taken over it too.
+        corpus_folders: their shards are trained on together, the last ones being for validation.
+        stop_token_id: the loss is always taken over it too; None for a target that has none.
         aux_layers: residual-stream indices the corpus holds before the last one, which an EAGLE-3 head fuses; None is
             the target's default ones.
+        compute_states: gives the states of shards that hold none, see `Corpus`.
     """
 
     def __init__(
         self,
         config: TrainingConfig,
         target_folder: Path,
-        corpus_folder: Path,
+        corpus_folders: Sequence[Path],
         work_folder: Path,
-        stop_token_id: int,
+        stop_token_id: int | None,
         aux_layers: tuple[int, ...] | None = None,
+        compute_states: ComputeStates | None = None,
     ) -> None:
         self.config = config
         self.work_folder = work_folder
         self.num_steps = config.num_steps
         self.step = 0
         self.elapsed_s = 0.0
-        state = self._read_state()
+        state = self._read_state(corpus_folders)
         target = DecoderConfig.from_folder(target_folder)
         dtype = config.compute_dtype
-        self._shard_names = (
-            [file.name for file in shard_files(corpus_folder)] if state is None else state["shard_names"]
+        self._shard_names: list[tuple[str, str]] = (
+            [(str(folder.resolve()), file.name) for folder in corpus_folders for file in shard_files(folder)]
+            if state is None
+            else state["shard_names"]
         )
-        shards = [read_shard(corpus_folder / name) for name in self._shard_names]
-        self.corpus = Corpus(shards, config.max_length, stop_token_id)
+        shards = [read_shard(Path(folder, name)) for folder, name in self._shard_names]
         aux_layers = aux_layers or target.default_aux_layers()
-        features, expected = shards[0].features, (len(aux_layers) + 1) * target.hidden_size
-        if features is None:
-            raise ValueError(f"{corpus_folder}: holds texts without the target's states")
-        if features.shape[1] != expected:
-            raise ValueError(
-                f"{corpus_folder}: features are {features.shape[1]} wide, {aux_layers} and the last need {expected}"
-            )
+        expected = (len(aux_layers) + 1) * target.hidden_size
+        for (folder, name), shard in zip(self._shard_names, shards, strict=True):
+            if shard.features is not None and shard.features.shape[1] != expected:
+                raise ValueError(
+                    f"--corpus: {folder}/{name}: states are {shard.features.shape[1]} wide, layers {aux_layers} and "
+                    f"the last of this target need {expected}; give the corpus of this target"
+                )
+        self.corpus = Corpus(shards, config.max_length, stop_token_id, compute_states)
         self.training, validation = self.corpus.split(config.validation_share)
         answers = (self.corpus.answer(conversation) for conversation in self.training)
-        self.vocabulary = choose_vocabulary(
-            count_tokens(answers, target.vocab_size), config.draft_vocab_size, [stop_token_id]
-        )
+        required = [] if stop_token_id is None else [stop_token_id]
+        self.vocabulary = choose_vocabulary(count_tokens(answers, target.vocab_size), config.draft_vocab_size, required)
         self.method = training_method(config, aux_layers)
-        last_states = features[:_NUM_SAMPLED_ROWS, -target.hidden_size :].float()
+        sample = self.corpus.batch(make_batches(self.training, _NUM_SAMPLED_ROWS)[0])
+        last_states = sample.features[:, -target.hidden_size :].float()
         state_rms = float(last_states.square().mean(dim=1).sqrt().median())
         weights = NewWeights(target_folder, target, dtype, config.seed, state_rms)
         self.head = self.method.new_head(weights, self.vocabulary.token_ids, config.num_levels)
@@ -193,11 +199,23 @@ class HeadTrainer:
         )
         partial.replace(self.work_folder / _STATE_FILE)
 
-    def _read_state(self) -> dict[str, Any] | None:
+    def _read_state(self, corpus_folders: Sequence[Path]) -> dict[str, Any] | None:
         file = self.work_folder / _STATE_FILE
         if not file.exists():
             return None
         state: dict[str, Any] = torch.load(file, weights_only=True)
+        if any(isinstance(name, str) for name in state["shard_names"]):
+            raise ValueError(
+                f"{file} was written by an earlier version and does not say which folders its shards are in; choose "
+                "another work folder"
+            )
+        folders = list(dict.fromkeys(folder for folder, _ in state["shard_names"]))
+        given_folders = [str(folder.resolve()) for folder in corpus_folders if shard_files(folder)]
+        if folders != given_folders:
+            raise ValueError(
+                f"{file} was written with the corpus {', '.join(folders)}, now it is {', '.join(given_folders)}; "
+                "resume with the same --corpus or choose another work folder"
+            )
         given = asdict(self.config)
         changed = [
             name for name, value in state["config"].items() if name != "checkpoint_minutes" and given.get(name) != value

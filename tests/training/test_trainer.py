@@ -56,7 +56,7 @@ def corpus_folder(shard: Shard, tmp_path: Path) -> Path:
 def make_trainer(target_folder: Path, corpus_folder: Path, tmp_path: Path) -> Any:
     def make(work: str = "work", **changes: Any) -> HeadTrainer:
         config = dataclasses.replace(CONFIG, **changes)
-        return HeadTrainer(config, target_folder, corpus_folder, tmp_path / work, STOP, aux_layers=(2, 3, 5))
+        return HeadTrainer(config, target_folder, [corpus_folder], tmp_path / work, STOP, aux_layers=(2, 3, 5))
 
     return make
 

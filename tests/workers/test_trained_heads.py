@@ -71,7 +71,7 @@ def written(
         generation.submit(each)
     answers = generation.run()
     texts = [each.prompt_ids + answer for each, answer in zip(asked, answers, strict=True)]
-    texts.append(texts[0])  # the last conversation is for validation
+    texts.append([(texts[0][0] + 1) % VOCAB, *texts[0][1:]])  # the last conversation is for validation
     states = []
     for text in texts:
         with torch.inference_mode():
@@ -115,7 +115,7 @@ def test_a_trained_head_is_accepted(
     )
     no_stop = VOCAB - 1 if all(answer[-1] != VOCAB - 1 for answer in written.answers) else 0
     trainer = HeadTrainer(
-        config, written.target_folder, written.corpus_folder, tmp_path / "work", no_stop, aux_layers=AUX_LAYERS
+        config, written.target_folder, [written.corpus_folder], tmp_path / "work", no_stop, aux_layers=AUX_LAYERS
     )
     trainer.run(Silent())
     accuracy = read_log(tmp_path / "work" / "log.jsonl")[-1].accuracy
