@@ -120,8 +120,9 @@ def record_texts(
     if not missing:
         return folder
     compute_states = load_states() if is_recorded else None
+    label = "recording the target's states" if is_recorded else "writing the texts"
     with progress_bar() as progress:
-        task = progress.add_task("recording the target's states", total=texts.num_tokens, note="tokens")
+        task = progress.add_task(label, total=texts.num_tokens, note="tokens")
         write_texts(folder, shards, compute_states, lambda num_tokens: progress.advance(task, num_tokens))
     return folder
 

@@ -246,3 +246,34 @@ def run_ranks() -> Callable[[int, Callable[[TensorParallel], Any]], list[Any]]:
 def text_attention() -> Callable[[], TextAttention]:
     """Makes the attention of a new text."""
     return TextAttention
+
+
+CHAT_TEMPLATE = (
+    "{% if messages[0].role != 'system' %}<|im_start|>system\nBe brief.<|im_end|>\n{% endif %}"
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.fixture(scope="session")
+def save_chat_tokenizer() -> Callable[..., None]:
+    """Saves a byte-level tokenizer into a folder: bytes are 0 to 255 in some order, <|im_end|> is 258."""
+
+    def save(folder: Path, template: str | None = CHAT_TEMPLATE, adds_bos: bool = False) -> None:
+        from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+        from transformers import PreTrainedTokenizerFast
+
+        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+        merges = [("b", "b")]
+        vocabulary = {symbol: index for index, symbol in enumerate(alphabet)} | {"bb": 256}
+        rust = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
+        rust.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        rust.decoder = decoders.ByteLevel()
+        rust.add_special_tokens(["<|bos|>", "<|im_end|>", "<|im_start|>"])
+        if adds_bos:
+            rust.post_processor = processors.TemplateProcessing(single="<|bos|> $A", special_tokens=[("<|bos|>", 257)])
+        fast = PreTrainedTokenizerFast(tokenizer_object=rust, bos_token="<|bos|>", eos_token="<|im_end|>")
+        fast.chat_template = template
+        fast.save_pretrained(folder)
+
+    return save

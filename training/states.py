@@ -35,9 +35,7 @@ class TargetStates:
 
     def __init__(self, model: Decoder, capture: tuple[int, ...]) -> None:
         if model.parallel.size != 1:
-            raise ValueError(
-                f"states of texts are computed on one rank, the target is split over {model.parallel.size}"
-            )
+            raise ValueError("states of texts are computed on one rank, but the target is split over several")
         self._model = model
         self._capture = capture
 

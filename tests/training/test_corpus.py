@@ -2,15 +2,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 
-from eyas.training.corpus import (
-    CorpusConfig,
-    GeneratedText,
-    GenerationJob,
-    UserTurnTemplate,
-    write_corpus,
-)
+from eyas.training.corpus import InventedTurns, UserTurnTemplate, write_corpus
+from eyas.training.generation import CorpusConfig, GeneratedText, GenerationJob
+from eyas.training.given_prompts import GivenPrompts
 from eyas.training.shard import count_answer_tokens, read_shard, shard_files
 
 BEFORE, AFTER, STOP = [1, 2], [3], 0
@@ -47,7 +44,9 @@ class ScriptedTarget:
 def written(folder: Path) -> ScriptedTarget:
     target = ScriptedTarget()
     config = CorpusConfig(num_tokens=100, conversations_per_shard=60, greedy_share=0.5)
-    write_corpus(folder, config, UserTurnTemplate(BEFORE, AFTER), target.generate, target, STOP)
+    template = UserTurnTemplate(BEFORE, AFTER)
+    turns = InventedTurns(template, config, target.generate, target, frozenset({STOP}))  # type: ignore[arg-type]
+    write_corpus(folder, config.num_tokens, turns, target.generate, target)  # type: ignore[arg-type]
     return target
 
 
@@ -74,3 +73,40 @@ def test_shards_hold_what_was_written(tmp_path: Path) -> None:
     first = target.answer_jobs[0]
     assert shard.token_ids[: shard.lengths[0]].tolist() == [*first.prompt_ids, 7, 8]
     assert shard.prompt_lengths()[0] == len(first.prompt_ids)
+
+
+def test_texts_can_be_written_without_states(tmp_path: Path) -> None:
+    """Catches a corpus for states computed later that waits for a recorder, or loses the end of an answer."""
+    target = ScriptedTarget()
+    config = CorpusConfig(conversations_per_shard=2, greedy_share=1.0)
+    write_corpus(tmp_path, 10**6, GivenPrompts([[1, 5], [1, 6, 3]], config), target.generate, None)
+    (file,) = shard_files(tmp_path)
+    shard = read_shard(file)
+    assert shard.features is None
+    assert sorted(shard.lengths) == [5, 6]
+    assert shard.is_answer.sum() == 6
+    assert shard.token_ids.tolist()[-3:] == [7, 8, STOP]
+
+
+def test_prompts_that_are_used_up_end_the_corpus(tmp_path: Path) -> None:
+    """Catches a writer that goes round for ever, or writes empty shards."""
+    config = CorpusConfig(conversations_per_shard=2, greedy_share=1.0)
+    prompts = GivenPrompts([[1, 5], [1, 6], [1, 7]], config)
+    for _ in range(2):  # the second time nothing is left to do
+        target = ScriptedTarget()
+        write_corpus(tmp_path, 10**6, prompts, target.generate, None)
+    assert count_answer_tokens(shard_files(tmp_path)) == 9
+    assert not target.answer_jobs
+
+
+def test_a_target_that_invents_nothing_is_refused(tmp_path: Path) -> None:
+    """Catches a trace of tensors that cannot be joined."""
+    config = CorpusConfig(conversations_per_shard=2)
+    target = ScriptedTarget()
+
+    def silent(jobs: list[GenerationJob]) -> list[GeneratedText]:
+        return [GeneratedText(index, [STOP]) for index in range(len(jobs))]
+
+    turns = InventedTurns(UserTurnTemplate(BEFORE, AFTER), config, silent, None, frozenset({STOP}))
+    with pytest.raises(ValueError, match="empty user turns only; use --prompts or --corpus"):
+        write_corpus(tmp_path, 10, turns, target.generate, None)

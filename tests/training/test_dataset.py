@@ -113,3 +113,37 @@ def test_turns_of_the_user_within_a_conversation_are_no_answers() -> None:
     assert corpus.answer(corpus.conversations[0]).tolist() == [12, 13, 15]
     batch = corpus.batch(corpus.conversations)
     assert batch.precedes_answer.tolist() == [False, True, True, False, True, True, True, True]
+
+
+def test_validation_prompts_are_not_trained_on() -> None:
+    """Catches a head measured on other answers to prompts it has learnt, when prompts are answered more than once."""
+    texts = [[5, 6, 10], [5, 7, 11], [5, 6, 12], [5, 8, 13], [5, 7, 14]]
+    corpus = Corpus([make_shard(texts, [2] * 5)], 16, STOP)
+    training, validation = corpus.split(0.2)
+    assert [corpus.answer(item).item() for item in validation] == [14]
+    assert [corpus.answer(item).item() for item in training] == [10, 12, 13]
+    with pytest.raises(ValueError, match="all conversations begin with a prompt that is kept for validation"):
+        Corpus([make_shard([[5, 6, 10]] * 3, [2] * 3)], 16, STOP).split(0.2)
+
+
+def test_states_that_are_not_there_are_computed() -> None:
+    """Catches states of another conversation where recorded and computed ones meet, and rows past a cut."""
+    asked: list[tuple[list[int], list[int]]] = []
+
+    def compute(token_ids: Tensor, lengths: list[int]) -> Tensor:
+        asked.append((token_ids.tolist(), lengths))
+        return token_ids[:, None].to(torch.bfloat16) * 2
+
+    recorded = make_shard([[5, 6, 7], [8, 9]], [1, 1])
+    bare = make_shard([[3, 4, 5, 6, 7], [10, 11, STOP]], [2, 1])
+    bare = Shard(bare.token_ids, bare.is_answer, bare.lengths, None)
+    corpus = Corpus([recorded, bare], 4, STOP, compute)
+    first, second, third, fourth = corpus.conversations
+    batch = corpus.batch([third, second, fourth])
+    assert asked == [([3, 4, 5, 6, 10, 11], [4, 2])]
+    assert batch.features.flatten().tolist() == [6, 8, 10, 12, 3, 4, 20, 22]
+    assert corpus.batch([third]).features.flatten().tolist() == [6, 8, 10, 12]
+    assert corpus.batch([first]).features.flatten().tolist() == [0, 1, 2]
+    assert len(asked) == 2
+    with pytest.raises(ValueError, match="holds texts without the target's states; compute them with --states online"):
+        Corpus([recorded, bare], 4, STOP)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from eyas.training.dataset import ComputeStates
 from eyas.training.shard import Shard, save_shard
 from eyas.training.trainer import HeadTrainer
 from eyas.training.training_config import TrainingConfig
@@ -59,6 +60,79 @@ def make_trainer(target_folder: Path, corpus_folder: Path, tmp_path: Path) -> An
         return HeadTrainer(config, target_folder, [corpus_folder], tmp_path / work, STOP, aux_layers=(2, 3, 5))
 
     return make
+
+
+@pytest.fixture
+def new_trainer(target_folder: Path, tmp_path: Path) -> Any:
+    """Makes a trainer on the given corpus folders."""
+
+    def make(folders: list[Path], compute_states: ComputeStates | None = None, **changes: Any) -> HeadTrainer:
+        config = dataclasses.replace(CONFIG, **changes)
+        return HeadTrainer(config, target_folder, folders, tmp_path / "work", STOP, (2, 3, 5), compute_states)
+
+    return make
+
+
+def saved(shard: Shard, folder: Path) -> Path:
+    folder.mkdir()
+    save_shard(shard, folder / "shard-00000.safetensors")
+    return folder
+
+
+def test_several_folders_are_one_corpus(new_trainer: Any, shard: Shard, corpus_folder: Path, tmp_path: Path) -> None:
+    """Catches shards of the same name in two folders that are taken for one, and a resumed run on others."""
+    other = saved(dataclasses.replace(shard, token_ids=shard.token_ids.flip(0)), tmp_path / "other")
+    trainer = new_trainer([corpus_folder, other])
+    assert len(trainer.corpus.conversations) == 2 * len(shard.lengths)
+    assert torch.equal(trainer.corpus.shards[1].token_ids, shard.token_ids.flip(0))
+    trainer.run(Recorder(), stop_after=1)
+    save_shard(shard, other / "shard-00001.safetensors")
+    assert len(new_trainer([corpus_folder, other]).corpus.shards) == 2
+    for folders in ([corpus_folder], [other, corpus_folder]):
+        with pytest.raises(ValueError, match="was written with the corpus .*; resume with the same --corpus"):
+            new_trainer(folders)
+
+
+def test_a_state_that_names_no_folders_is_refused(new_trainer: Any, corpus_folder: Path, tmp_path: Path) -> None:
+    """Catches a trace on the state of an earlier version."""
+    new_trainer([corpus_folder]).save()
+    file = tmp_path / "work" / "training-state.pt"
+    state = torch.load(file, weights_only=True)
+    torch.save(state | {"shard_names": ["shard-00000.safetensors"]}, file)
+    with pytest.raises(ValueError, match="was written by an earlier version and does not say which folders"):
+        new_trainer([corpus_folder])
+
+
+def test_states_may_be_computed_when_they_are_needed(
+    new_trainer: Any, shard: Shard, corpus_folder: Path, tmp_path: Path
+) -> None:
+    """Catches a trainer that needs recorded states somewhere, or computes others than were recorded."""
+    assert shard.features is not None
+    ends = torch.tensor(shard.lengths).cumsum(0).tolist()
+    starts = [end - length for end, length in zip(ends, shard.lengths, strict=True)]
+    known = {
+        tuple(shard.token_ids[start:end].tolist()): shard.features[start:end]
+        for start, end in zip(starts, ends, strict=True)
+    }
+
+    def compute(token_ids: torch.Tensor, lengths: list[int]) -> torch.Tensor:
+        return torch.cat([known[tuple(piece.tolist())] for piece in token_ids.split(lengths)])
+
+    bare = saved(dataclasses.replace(shard, features=None), tmp_path / "bare")
+    recorded, computed = Recorder(), Recorder()
+    new_trainer([corpus_folder]).run(recorded)
+    (tmp_path / "work" / "training-state.pt").unlink()
+    new_trainer([bare], compute).run(computed)
+    assert computed.losses == recorded.losses
+    assert computed.validation == recorded.validation
+
+
+def test_states_of_another_target_are_refused(new_trainer: Any, shard: Shard, tmp_path: Path) -> None:
+    """Catches a corpus of another target, on which training would fail within a layer."""
+    assert shard.features is not None
+    folder = saved(dataclasses.replace(shard, features=shard.features[:, 1:]), tmp_path / "narrow")
+    with pytest.raises(ValueError, match=r"--corpus: .*shard-00000.safetensors: states are 127 wide, .* need 128"):
+        new_trainer([folder])
 
 
 @pytest.mark.parametrize(("dtype", "matrix_rate"), [("float32", 0.0), ("float32", 0.01), ("bfloat16", 0.01)])
