@@ -108,9 +108,8 @@ def record_texts(
     ordered = list(texts.texts)
     random.Random(args.seed).shuffle(ordered)
     shards = shards_of(ordered, token_bytes)
-    options = texts.options | {"target": str(target_folder), "states": args.states, "seed": args.seed}
-    if is_recorded:
-        options["dtype"] = args.dtype
+    states = f"recorded in {args.dtype}" if is_recorded else args.states
+    options = texts.options | {"target": str(target_folder), "states": states, "seed": args.seed}
     manifest = Manifest.of(texts.files, options)
     missing = [group for index, group in enumerate(shards) if not shard_file(folder, index).exists()]
     num_missing = sum(text.token_ids.shape[0] for group in missing for text in group)

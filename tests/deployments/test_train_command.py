@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import argparse
+import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -8,26 +10,18 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from eyas.deployments import train_command
-from eyas.deployments.own_corpus import recorded_layers
 from eyas.deployments.train_command import add_train_parser
 from eyas.models.config import DecoderConfig
 from eyas.models.head_loading import load_head
 from eyas.models.target_weights import TargetWeights
 from eyas.training.methods import KINDS
+from eyas.training.states import recorded_layers
+from eyas.training.training_log import read_log
 
 if TYPE_CHECKING:
     from tests.conftest import TinyModels
 
 LENGTHS, PROMPT_TOKENS = [12, 9, 14, 10], 3
-
-
-class StopAtTwo:
-    eos_token_id = 2
-
-    @staticmethod
-    def from_pretrained(folder: Path) -> StopAtTwo:
-        return StopAtTwo()
 
 
 def parse(*arguments: str) -> argparse.Namespace:
@@ -37,8 +31,10 @@ def parse(*arguments: str) -> argparse.Namespace:
 
 
 @pytest.fixture
-def target(tiny_models: TinyModels) -> Path:
-    return tiny_models.target(num_hidden_layers=6)
+def target(tiny_models: TinyModels, save_chat_tokenizer: Callable[..., None]) -> Path:
+    folder = tiny_models.target(num_hidden_layers=6, vocab_size=264)
+    save_chat_tokenizer(folder)
+    return folder
 
 
 @pytest.fixture
@@ -60,10 +56,9 @@ def corpus_folder(target: Path, tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_trains_on_a_corpus_that_is_there(
-    kind: str, target: Path, corpus_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, target: Path, corpus_folder: Path, tmp_path: Path
 ) -> None:
     """Catches a kind that cannot use the corpus of another, and a head that the server cannot load."""
-    monkeypatch.setattr(train_command, "AutoTokenizer", StopAtTwo)
     places = ["--out", str(tmp_path / "head"), "--work-dir", str(tmp_path / "work"), "--corpus", str(corpus_folder)]
     arguments = parse(kind, "--target", str(target), *places, "--steps", "2", "--threads", "1", "--dtype", "float32")
     before = sorted(corpus_folder.iterdir())
@@ -73,6 +68,25 @@ def test_every_kind_trains_on_a_corpus_that_is_there(
     head = load_head(tmp_path / "head", weights, torch.float32, torch.device("cpu"))
     assert head.max_depth == (4 if kind == "medusa" else None)
     assert (tmp_path / "work" / "training-curve.png").exists()
+
+
+def test_states_of_chats_recorded_or_not(target: Path, tmp_path: Path) -> None:
+    """Catches an option that does not reach the trainer, and losses that depend on when the states were computed."""
+    chats = [
+        {"messages": [{"role": "user", "content": f"Say {n}"}, {"role": "assistant", "content": f"It is {n}."}]}
+        for n in range(6)
+    ]
+    (tmp_path / "chats.jsonl").write_text("\n".join(json.dumps(chat) for chat in chats))
+    losses = {}
+    for states in ("recorded", "online"):
+        places = ["--out", str(tmp_path / "head"), "--work-dir", str(tmp_path / states), "--states", states]
+        texts = ["--corpus", str(tmp_path / "chats.jsonl"), "--batch-tokens", "100"]
+        options = ["--steps", "3", "--threads", "1", "--dtype", "float32"]
+        arguments = parse("eagle3", "--target", str(target), *places, *texts, *options)
+        assert arguments.run(arguments) == 0
+        losses[states] = [record.loss for record in read_log(tmp_path / states / "log.jsonl")]
+    assert losses["online"] == pytest.approx(losses["recorded"], rel=1e-2)
+    assert losses["online"] != losses["recorded"]  # recorded states are rounded
 
 
 def test_a_corpus_that_is_empty_is_refused(target: Path, tmp_path: Path) -> None:
@@ -92,6 +106,9 @@ def test_a_corpus_that_is_empty_is_refused(target: Path, tmp_path: Path) -> None
         (["mtp", "--loss-vocab", "100"], "draft_vocab", 100),
         (["eagle3", "--draft-vocab", "100"], "draft_vocab", 100),
         (["mtp"], "work_dir", Path("runs/mtp")),
+        (["mtp"], "corpus", None),
+        (["mtp", "--corpus", "a", "--corpus", "b"], "corpus", [Path("a"), Path("b")]),
+        (["eagle", "--states", "online"], "states", "online"),
     ],
 )
 def test_options_of_the_kinds(arguments: list[str], name: str, value: Any) -> None:
