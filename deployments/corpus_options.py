@@ -93,7 +93,7 @@ def prepare_corpus(
     if not args.corpus:
         _check_own(args, tokenizer, target)
         assert tokenizer is not None
-        folder = write_own_texts(args, target_folder, target, tokenizer, max_length, console)
+        folder = write_own_texts(args, target_folder, target, tokenizer, max_length, console, device)
         _warn(console, count_rows(shard_files(folder)), args.batch_tokens, "--corpus-tokens")
         return [folder]
     if args.prompts is not None:

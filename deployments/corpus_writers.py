@@ -20,8 +20,7 @@ from eyas.training.given_prompts import GivenPrompts
 from eyas.training.recording import FeatureRecorder
 from eyas.training.shard import count_answer_tokens, shard_files
 from eyas.training.states import recorded_layers
-from eyas.workers.kv_pool import PoolLayout
-from eyas.workers.loading import EngineSpec, load_target
+from eyas.workers.loading import EngineSpec, load_target_model
 from eyas.workers.local import LocalWorkers
 from eyas.workers.sampling import SamplingParams
 from eyas.workers.target import TargetRunner
@@ -49,6 +48,7 @@ class CorpusJob:
     writer: Writer
     prompts: list[list[int]] | None = None
     records_states: bool = True
+    device: str = "cpu"
 
 
 def write_own_corpus(job: CorpusJob) -> None:
@@ -58,10 +58,10 @@ def write_own_corpus(job: CorpusJob) -> None:
     longest = _longest_prompt(job.prompts, config) + config.max_answer_tokens
     batch_size = max(1, min(_WRITER_BATCH, _POOL_TOKENS // longest))
     num_pages = batch_size * -(-longest // _PAGE_SIZE)
-    spec = EngineSpec(str(job.target_folder), None, job.dtype, "cpu", num_pages, _PAGE_SIZE, num_threads=1)
-    model = load_target(spec).model
+    spec = EngineSpec(str(job.target_folder), None, job.dtype, job.device, num_pages, _PAGE_SIZE, num_threads=1)
+    model = load_target_model(spec)
     capture = recorded_layers(model.config) if job.records_states else ()
-    target = TargetRunner(model, PoolLayout(num_pages, _PAGE_SIZE), capture)
+    target = TargetRunner(model, spec.layout, capture, spec.target_backends())
     recorder = FeatureRecorder() if job.records_states else None
     engine = OfflineEngine(
         LocalWorkers(target, recorder), PageAllocator(num_pages, _PAGE_SIZE), TreeShape(), batch_size

@@ -166,14 +166,15 @@ def _windows_of(file: Path, tokenizer: Tokenizer | None, window: int) -> list[Te
 def _chat_texts(
     file: Path, tokenizer: Tokenizer | None, target: DecoderConfig, max_length: int
 ) -> tuple[list[Text], str | None]:
-    conversations = read_conversations(file, _OPTION)
     if tokenizer is None:
         raise ValueError(f"--text-encoding: bytes is for plain text, but {file} holds chats; use tokens")
     if not tokenizer.has_chat_template:
         raise ValueError(f"{_OPTION}: {file} holds chats, but the target has no chat template; give a .txt file")
-    found = [
-        tokenise_conversation(messages, tokenizer.raw, tokenizer.eos_token_ids, place)
-        for place, messages in conversations
-    ]
+    found = []
+    with progress_bar() as progress:
+        task = progress.add_task(f"reading {file.name}", total=None, note="conversations")
+        for place, messages in read_conversations(file, _OPTION):
+            found.append(tokenise_conversation(messages, tokenizer.raw, tokenizer.eos_token_ids, place))
+            progress.advance(task)
     limit = f"the target's context is {target.max_positions}"
     return cut_texts(found, max_length, f"{_OPTION}: {file}", limit)

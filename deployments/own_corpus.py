@@ -7,6 +7,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import torch
 from rich.console import Console
 
 from eyas.deployments.corpus_size import announce_size
@@ -30,6 +31,7 @@ def write_own_texts(
     tokenizer: Tokenizer,
     max_length: int,
     console: Console,
+    device: torch.device,
 ) -> Path:
     """Write a corpus into the work folder, unless it is there; goes on where it was interrupted.
 
@@ -59,12 +61,11 @@ def write_own_texts(
         if prompts is not None:
             _announce_passes(prompts, config, console)
         manifest.claim(folder)
+        writers = [Writer(index, num_writers) for index in range(num_writers)]
         write_in_processes(
             [
-                CorpusJob(
-                    target_folder, folder, config, args.dtype, Writer(index, num_writers), prompts, num_states > 0
-                )
-                for index in range(num_writers)
+                CorpusJob(target_folder, folder, config, args.dtype, writer, prompts, num_states > 0, str(device))
+                for writer in writers
             ]
         )
         written = count_answer_tokens(shard_files(folder))

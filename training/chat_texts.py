@@ -5,7 +5,7 @@ A line is `{"messages": [{"role", "content"}, ...]}`, or ShareGPT's `{"conversat
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -34,13 +34,14 @@ class ChatTokenizer(Protocol):
     def decode(self, token_ids: list[int]) -> str: ...
 
 
-def read_conversations(file: Path, option: str) -> list[tuple[str, list[Message]]]:
-    """Conversations with an answer each, and their places for error messages.
+def read_conversations(file: Path, option: str) -> Iterator[tuple[str, list[Message]]]:
+    """Conversations with an answer each, one by one, and their places for error messages.
 
     Raises:
         ValueError: naming option, file, line and remedy.
     """
-    return [(place, _messages(entry, place)) for place, entry in read_json_lines(file, option)]
+    for place, entry in read_json_lines(file, option):
+        yield place, _messages(entry, place)
 
 
 def tokenise_conversation(

@@ -147,7 +147,7 @@ def _answered(jobs: list[GenerationJob], generate: Generate, recorder: FeatureRe
         if recorder is not None:
             recorded = recorder.take(answer.request_id)
             length = min(length, recorded.shape[0])  # the last token of a capped answer was never committed
-            features.append(recorded[:length])
+            features.append(recorded[:length].cpu())
         tokens.append(torch.tensor(text[:length]))
         answered.append(torch.arange(length) >= len(job.prompt_ids))
         lengths.append(length)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,13 +39,12 @@ def read_text(file: Path, option: str) -> str:
     return read_bytes(file, option).decode("utf-8-sig")
 
 
-def read_json_lines(file: Path, option: str) -> list[tuple[str, dict[str, Any]]]:
-    """The objects of a JSONL file, each with its place for error messages; blank lines do not count.
+def read_json_lines(file: Path, option: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The objects of a JSONL file one by one, with their places for error messages; blank lines do not count.
 
     Raises:
         ValueError: as `read_bytes` does, and for a line that is not a JSON object.
     """
-    entries = []
     for number, line in enumerate(read_text(file, option).split("\n"), start=1):  # strings may hold other separators
         if not line.strip():
             continue
@@ -55,8 +55,7 @@ def read_json_lines(file: Path, option: str) -> list[tuple[str, dict[str, Any]]]
             raise ValueError(f"{place} is not JSON ({error.msg}); write one JSON object a line (JSONL)") from None
         if not isinstance(entry, dict):
             raise ValueError(f"{place} holds a JSON {_json_type(entry)}; write one JSON object a line (JSONL)")
-        entries.append((place, entry))
-    return entries
+        yield place, entry
 
 
 def shown_keys(entry: dict[str, Any]) -> str:

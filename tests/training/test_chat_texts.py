@@ -166,7 +166,7 @@ def test_answers_of_the_demo_model() -> None:
 def read(tmp_path: Path, *entries: Any) -> list[tuple[str, list[Message]]]:
     file = tmp_path / "chats.jsonl"
     file.write_text("\n".join(json.dumps(entry) for entry in entries), encoding="utf-8")
-    return read_conversations(file, "--corpus")
+    return list(read_conversations(file, "--corpus"))
 
 
 def test_both_forms_of_a_line(tmp_path: Path) -> None:

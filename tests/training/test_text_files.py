@@ -58,12 +58,12 @@ def test_lines_that_are_no_objects(tmp_path: Path, content: str, message: str) -
     file.write_text(content, encoding="utf-8")
     whole = f"--corpus: {file}, {message}"
     with pytest.raises(ValueError, match=exactly(whole)):
-        read_json_lines(file, "--corpus")
+        list(read_json_lines(file, "--corpus"))
 
 
 def test_lines_are_those_of_the_file(tmp_path: Path) -> None:
     """Catches a string cut in two at a separator that only Python takes for a line's end, and a byte order mark."""
     file = tmp_path / "chats.jsonl"
     file.write_bytes('\ufeff{"a": "x\u2028y"}\r\n\r\n{"a": 2}\n'.encode())
-    lines = read_json_lines(file, "--corpus")
+    lines = list(read_json_lines(file, "--corpus"))
     assert lines == [(f"--corpus: {file}, line 1:", {"a": "x\u2028y"}), (f"--corpus: {file}, line 3:", {"a": 2})]
