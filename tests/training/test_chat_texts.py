@@ -102,23 +102,32 @@ def test_an_answer_without_an_end_token_ends_with_its_turn(new_tokenizer: Callab
     assert spelled(text, tokenizer) == [("user: Ab?\nassistant:", False), (" bbc\n", True)]
 
 
+SHORTENED = (
+    "{% for message in messages %}{% if message.role == 'user' or loop.last %}{{ message.content }}<|im_end|>"
+    "{% endif %}{% endfor %}"
+)
+WHOLE = "{% for message in messages %}{{ message.content }}<|im_end|>{% endfor %}"
 UNSTABLE = {
-    "the number of messages stands first": "{{ messages | length }}{% for message in messages %}"
-    "{{ message.content }}<|im_end|>{% endfor %}",
-    "earlier answers are shortened": "{% for message in messages %}{% if message.role == 'user' or loop.last %}"
-    "{{ message.content }}<|im_end|>{% endif %}{% endfor %}",
-    "the generation prompt is not what an answer begins with": "{% for message in messages %}{{ message.content }}"
-    "<|im_end|>{% endfor %}{% if add_generation_prompt %}answer:{% endif %}",
+    "the number of messages stands first": ("{{ messages | length }}" + WHOLE, 2),
+    "earlier answers are shortened": (SHORTENED, 2),
+    "an answer does not begin with the generation prompt": (
+        WHOLE + "{% if add_generation_prompt %}answer:{% endif %}",
+        2,
+    ),
+    "a prompt ends before the last answer": (
+        "{% if add_generation_prompt %}{{ messages[0].content }}{% else %}" + WHOLE + "{% endif %}",
+        4,
+    ),
 }
 
 
-@pytest.mark.parametrize("template", UNSTABLE.values(), ids=UNSTABLE)
-def test_a_template_that_is_not_prefix_stable(template: str, new_tokenizer: Callable[..., Any]) -> None:
+@pytest.mark.parametrize(("template", "message"), UNSTABLE.values(), ids=UNSTABLE)
+def test_a_template_that_is_not_prefix_stable(template: str, message: int, new_tokenizer: Callable[..., Any]) -> None:
     """Catches answers marked at places that are not theirs."""
     whole = (
-        f"{PLACE} the target's chat template renders the turns up to message 2 otherwise when the conversation goes on "
-        "(it is not prefix-stable), so that what serving would see is unknown; give conversations with a single answer "
-        "at their end, or a --target with another template"
+        f"{PLACE} the target's chat template renders the turns up to message {message} otherwise when the conversation "
+        "goes on (it is not prefix-stable), so that what serving would see is unknown; give conversations with a "
+        "single answer at their end, or a --target with another template"
     )
     with pytest.raises(ValueError, match=exactly(whole)):
         tokenise_conversation(TURNS, new_tokenizer(template=template), {IM_END}, PLACE)
@@ -126,7 +135,7 @@ def test_a_template_that_is_not_prefix_stable(template: str, new_tokenizer: Call
 
 def test_a_single_answer_may_change_when_the_conversation_goes_on(new_tokenizer: Callable[..., Any]) -> None:
     """Catches a remedy that does not work: templates that shorten earlier answers take a single one."""
-    tokenizer = new_tokenizer(template=UNSTABLE["earlier answers are shortened"])
+    tokenizer = new_tokenizer(template=SHORTENED)
     text = tokenise_conversation(TURNS[:2], tokenizer, {IM_END}, PLACE)
     assert spelled(text, tokenizer) == [("Ab?<|im_end|>", False), ("bbc<|im_end|>", True)]
 
@@ -176,7 +185,7 @@ def test_both_forms_of_a_line(tmp_path: Path) -> None:
     assert [messages for _, messages in entries] == [TURNS, TURNS[:2]]
 
 
-def message(role: Any = "user", content: Any = "a") -> dict[str, Any]:
+def turn(role: Any = "user", content: Any = "a") -> dict[str, Any]:
     return {"role": role, "content": content}
 
 
@@ -202,17 +211,17 @@ def message(role: Any = "user", content: Any = "a") -> dict[str, Any]:
         ({"messages": ["a"]}, "message 1 holds no object; expected `role` and `content`"),
         ({"messages": [{"role": "user"}]}, "message 1 holds `role`; expected `role` and `content`"),
         (
-            {"messages": [message(), message("bot")]},
+            {"messages": [turn(), turn("bot")]},
             "message 2 has the role 'bot'; use one of system, user, assistant",
         ),
-        ({"messages": [message(7)]}, "message 1 has the role 7; use one of system, user, assistant"),
-        ({"messages": [message(content=" ")]}, "message 1 has no content; give it text or remove the line"),
-        ({"messages": [message(content=None)]}, "message 1 has no content; give it text or remove the line"),
+        ({"messages": [turn(7)]}, "message 1 has the role 7; use one of system, user, assistant"),
+        ({"messages": [turn(content=" ")]}, "message 1 has no content; give it text or remove the line"),
+        ({"messages": [turn(content=None)]}, "message 1 has no content; give it text or remove the line"),
         (
-            {"messages": [message(), message("system")]},
+            {"messages": [turn(), turn("system")]},
             "has no assistant turn; add the answer, or let the target answer with --prompts",
         ),
-        ({"messages": [message("assistant"), message()]}, "begins with an assistant turn; begin with a user turn"),
+        ({"messages": [turn("assistant"), turn()]}, "begins with an assistant turn; begin with a user turn"),
         ({"conversations": [{"role": "user"}]}, "turn 1 holds `role`; expected `from` and `value`"),
         (
             {"conversations": [{"from": "bing", "value": "a"}]},

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
 from eyas.deployments.offline import OfflineEngine, OfflineRequest
 from eyas.deployments.pages import PageAllocator
@@ -106,6 +106,16 @@ def test_packed_conversations_are_independent(data: st.DataObject, load: Callabl
         packed = compute(torch.tensor(sum(conversations, [])), lengths)
     for text, found in zip(conversations, packed.split(lengths), strict=True):
         torch.testing.assert_close(found, compute(torch.tensor(text), [len(text)]), rtol=1e-4, atol=1e-4)
+
+
+def test_positions_begin_anew_in_every_conversation(load: Callable[[str], Decoder]) -> None:
+    """Catches positions counted through a pack, which plain rotations do not show but others do."""
+    model, seen = load("native"), []
+    assert isinstance(model, nn.Module)
+    hook = model.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[1].tolist()))
+    TargetStates(model, CAPTURE)(torch.arange(6), [3, 1, 2])
+    hook.remove()
+    assert seen == [[0, 1, 2, 0, 0, 1]]
 
 
 def test_what_a_corpus_keeps(load: Callable[[str], Decoder]) -> None:
