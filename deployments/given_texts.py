@@ -23,6 +23,7 @@ from eyas.training.texts import Text, cut_texts, encode_in_pieces, windows
 
 _OPTION = "--corpus"
 _NUM_BYTES = 256
+_SUFFIXES = (".jsonl", ".json", ".txt")
 
 
 @dataclass(frozen=True)
@@ -136,6 +137,11 @@ def _plain_files(path: Path) -> list[Path]:
                 f"leave {_OPTION} out to let the target write a corpus"
             )
         return found
+    if path.exists() and path.suffix not in _SUFFIXES:
+        raise ValueError(
+            f"{_OPTION}: {path}: its name does not say what it holds; let it end in .jsonl for chats or in .txt for "
+            "plain text"
+        )
     return [path] if path.suffix == ".txt" else []
 
 

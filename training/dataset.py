@@ -132,21 +132,24 @@ class Corpus:
     def split(self, validation_share: float) -> tuple[list[Conversation], list[Conversation]]:
         """Training and validation conversations; the latter are the last ones, at least one of each kind.
 
-        Conversations that begin with a prompt of validation are in neither, or a head would be measured on answers to
-        prompts it was trained on.
+        Training gets none that begins with the same prompt as one of validation, or a head would be measured on other
+        answers to prompts it has learnt; one prompt at least is left to it.
         """
         total = len(self.conversations)
-        if total < 2:
-            raise ValueError("the corpus must hold at least two conversations, one of them for validation")
+        # A window of plain text has no prompt; its index stands for one that no other has.
+        prompts = [self._prompt(item) or index for index, item in enumerate(self.conversations)]
+        num_prompts = len(set(prompts))
+        if num_prompts < 2:
+            raise ValueError("the corpus must hold two conversations with different prompts, one for validation")
         num_validation = min(max(1, round(validation_share * total)), total - 1)
-        validation = self.conversations[-num_validation:]
-        held_out = {self._prompt(item) for item in validation} - {()}
-        training = [item for item in self.conversations[:-num_validation] if self._prompt(item) not in held_out]
-        if not training:
-            raise ValueError(
-                "the corpus: all conversations begin with a prompt that is kept for validation; add ones that do not"
-            )
-        return training, validation
+        held_out: set[tuple[int, ...] | int] = set()
+        validation: list[Conversation] = []
+        for item, prompt in zip(reversed(self.conversations), reversed(prompts), strict=True):
+            if len(validation) < num_validation and len(held_out | {prompt}) < num_prompts:
+                held_out.add(prompt)
+                validation.append(item)
+        training = [item for item, prompt in zip(self.conversations, prompts, strict=True) if prompt not in held_out]
+        return training, validation[::-1]
 
     def _prompt(self, conversation: Conversation) -> tuple[int, ...]:
         """Tokens before the first answer; none for a window of plain text, whose first token is no prompt."""

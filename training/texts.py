@@ -52,6 +52,12 @@ def cut_texts(texts: Sequence[Text], max_length: int, origin: str, limit: str) -
             f"{origin}: holds {len(kept)} conversation{'' if len(kept) == 1 else 's'} to train on, at least 2 are "
             "needed, one of them for validation; add texts"
         )
+    prompts = {tuple(text.token_ids[: int(text.is_answer.int().argmax())].tolist()) for text in kept}
+    if len(prompts) < 2:
+        raise ValueError(
+            f"{origin}: all {len(kept)} conversations begin with the same prompt, at least 2 are needed, one of them "
+            "for validation; add others"
+        )
     if not num_long:
         return kept, None
     note = f"{origin}: {num_long} of {len(texts)} conversations are longer than {max_length} tokens (--max-length) "

@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 
 CONTEXT, VOCAB, HIDDEN, LAYERS = 64, 264, 32, 6
 CHAT = {"messages": [{"role": "user", "content": "Ab?"}, {"role": "assistant", "content": "bbc"}]}
-CHAT_TOKENS = 44  # of CHAT, its end token included
+OTHER = {"messages": [{"role": "user", "content": "Cd?"}, {"role": "assistant", "content": "bbc"}]}
+CHAT_TOKENS = 44  # of either, its end token included
 LONG_CHAT = {"messages": [{"role": "user", "content": "Ab?" * 9}, {"role": "assistant", "content": "bbc"}]}
 
 
@@ -91,7 +92,7 @@ def write(tmp_path: Path) -> Callable[..., Path]:
 
 def test_chats_are_recorded_as_they_are_computed(run: Run, write: Callable[..., Path], target: Path) -> None:
     """Catches recorded states that are not those of --states online, and masks lost on the way."""
-    file = write("chats.jsonl", *[CHAT] * 3)
+    file = write("chats.jsonl", CHAT, CHAT, OTHER)
     (recorded,) = run.shards("--corpus", file)
     size = f"corpus: {3 * CHAT_TOKENS} tokens of 265 bytes; 0.000 GB to write into {run.work_folder}/texts, "
     assert re.fullmatch(rf"{re.escape(size)}[\d.]+ GB free there\n", run.printed)
@@ -112,7 +113,7 @@ def test_all_sources_together(run: Run, write: Callable[..., Path], tmp_path: Pa
     earlier.mkdir()
     shard = Shard(torch.arange(4), torch.arange(4) > 1, [4], torch.zeros(4, 4 * HIDDEN, dtype=torch.bfloat16))
     save_shard(shard, earlier / "shard-00000.safetensors")
-    chats = write("chats.jsonl", *[CHAT] * 3)
+    chats = write("chats.jsonl", CHAT, CHAT, OTHER)
     write("plain/b.txt", "b" * 8)
     write("plain/a.txt", "a" * 21)
     write("plain/notes.md", "left out")
@@ -159,7 +160,7 @@ def test_an_interrupted_recording_goes_on(
     """Catches shards that are recorded again, a target loaded although nothing is missing, and a size that counts what
     is there."""
     monkeypatch.setattr(text_corpus.shards_of, "__defaults__", (2 * CHAT_TOKENS * 265,))
-    file = write("chats.jsonl", *[CHAT] * 6)
+    file = write("chats.jsonl", *[CHAT, OTHER] * 3)
     folder = run("--corpus", file)[0]
     files = shard_files(folder)
     assert len(files) == 3
@@ -175,13 +176,13 @@ def test_an_interrupted_recording_goes_on(
 
 def test_what_has_changed_is_refused(run: Run, write: Callable[..., Path]) -> None:
     """Catches texts of two versions of a file in one corpus, and states in two precisions."""
-    file = write("chats.jsonl", *[CHAT] * 3)
+    file = write("chats.jsonl", CHAT, CHAT, OTHER)
     run("--corpus", file)
     with pytest.raises(ValueError, match="states was recorded in float32, now it is online"):
         run("--corpus", file, "--states", "online")
     with pytest.raises(ValueError, match="max_length was 64, now it is 60"):
         run("--corpus", file, "--max-length", 60)
-    write("chats.jsonl", *[CHAT] * 4)
+    write("chats.jsonl", CHAT, OTHER, CHAT, CHAT)
     with pytest.raises(ValueError, match=r"chats\.jsonl has changed since"):
         run("--corpus", file)
 
@@ -190,7 +191,7 @@ def test_a_full_disk_is_seen_first(run: Run, write: Callable[..., Path], monkeyp
     """Catches a target that is loaded, or a folder that is made, before the disk is asked."""
     monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=1000))
     monkeypatch.setattr(corpus_options, "target_states", None)
-    file = write("chats.jsonl", *[CHAT] * 3)
+    file = write("chats.jsonl", CHAT, CHAT, OTHER)
     with pytest.raises(ValueError, match=r"--corpus: the corpus needs 0\.000 GB in .*texts"):
         run("--corpus", file)
     with pytest.raises(ValueError, match=r"--corpus-tokens: the corpus needs about .* GB in .*corpus"):
@@ -201,7 +202,7 @@ def test_a_full_disk_is_seen_first(run: Run, write: Callable[..., Path], monkeyp
 
 def test_long_conversations_are_cut_and_few_are_warned_of(run: Run, write: Callable[..., Path]) -> None:
     """Catches a cut or a tiny corpus that goes unsaid, and lines that are broken at a terminal's width."""
-    file = write("chats.jsonl", CHAT, CHAT, LONG_CHAT)
+    file = write("chats.jsonl", CHAT, OTHER, LONG_CHAT)
     args = ("--corpus", file, "--states", "online")
     (shard,) = run.shards(*args)
     assert sorted(shard.lengths) == [CHAT_TOKENS, CHAT_TOKENS]
@@ -250,6 +251,15 @@ REFUSED: dict[str, tuple[list[Any], str]] = {
         ["--corpus", ("a.jsonl", {"prompt": "a"})],
         'FILE, line 1: holds `prompt`; expected `messages` (a list of {"role", "content"}) or `conversations` (a list '
         'of {"from", "value"})',
+    ),
+    "one prompt of chats": (
+        ["--corpus", ("a.jsonl", CHAT, CHAT)],
+        "--corpus: FILE: all 2 conversations begin with the same prompt, at least 2 are needed, one of them for "
+        "validation; add others",
+    ),
+    "unknown name": (
+        ["--corpus", ("a.md", "text")],
+        "--corpus: FILE: its name does not say what it holds; let it end in .jsonl for chats or in .txt for plain text",
     ),
     "all too long": (
         ["--corpus", ("a.jsonl", LONG_CHAT, LONG_CHAT)],
@@ -346,7 +356,7 @@ def test_the_tokenizer_of_another_model_is_refused(
     target = tiny_models.target(num_hidden_layers=LAYERS, vocab_size=200, max_position_embeddings=CONTEXT)
     save_chat_tokenizer(target)
     with pytest.raises(ValueError, match="--target: its tokenizer gives the id 259 for .*, but its vocabulary ends"):
-        Run(target, tmp_path / "work")("--corpus", write("a.jsonl", CHAT, CHAT))
+        Run(target, tmp_path / "work")("--corpus", write("a.jsonl", CHAT, OTHER))
 
 
 def test_a_target_without_chat_template_is_refused(
@@ -364,7 +374,7 @@ def test_a_target_without_chat_template_is_refused(
 
 def test_shards_without_states_need_the_target(run: Run, write: Callable[..., Path]) -> None:
     """Catches a folder of bare texts that fails in the trainer."""
-    (folder,) = run("--corpus", write("chats.jsonl", *[CHAT] * 3), "--states", "online")
+    (folder,) = run("--corpus", write("chats.jsonl", CHAT, CHAT, OTHER), "--states", "online")
     with pytest.raises(ValueError, match="--corpus: .* holds texts without the target's states; use --states online"):
         run("--corpus", folder)
     assert run("--corpus", folder, "--states", "online") == [folder]

@@ -89,6 +89,17 @@ def test_states_of_chats_recorded_or_not(target: Path, tmp_path: Path) -> None:
     assert losses["online"] != losses["recorded"]  # recorded states are rounded
 
 
+def test_a_target_of_bytes(tiny_models: TinyModels, tmp_path: Path) -> None:
+    """Catches a step that still asks for a tokenizer or an end token."""
+    target = tiny_models.target(num_hidden_layers=6, vocab_size=256)
+    (tmp_path / "a.txt").write_text("A text of bytes, häufig kurz.\n" * 30)
+    places = ["--out", str(tmp_path / "head"), "--work-dir", str(tmp_path / "work")]
+    texts = ["--corpus", str(tmp_path / "a.txt"), "--text-encoding", "bytes", "--window", "50"]
+    arguments = parse("mtp", "--target", str(target), *places, *texts, "--steps", "2", "--threads", "1")
+    assert arguments.run(arguments) == 0
+    assert len(read_log(tmp_path / "work" / "log.jsonl")) == 2
+
+
 def test_a_corpus_that_is_empty_is_refused(target: Path, tmp_path: Path) -> None:
     """Catches a mistyped folder into which a new corpus would be written for an hour."""
     arguments = parse("eagle", "--target", str(target), "--out", str(tmp_path / "head"), "--corpus", str(tmp_path))

@@ -72,7 +72,7 @@ def test_validation_is_the_end_of_the_corpus() -> None:
     assert len(validation) == 2
     assert len(corpus.split(0.001)[1]) == 1
     assert len(corpus.split(0.999)[0]) == 1
-    with pytest.raises(ValueError, match="two conversations"):
+    with pytest.raises(ValueError, match="two conversations with different prompts"):
         Corpus([make_shard([[5, 6, 7]], [1])], 16, STOP).split(0.5)
 
 
@@ -122,8 +122,17 @@ def test_validation_prompts_are_not_trained_on() -> None:
     training, validation = corpus.split(0.2)
     assert [corpus.answer(item).item() for item in validation] == [14]
     assert [corpus.answer(item).item() for item in training] == [10, 12, 13]
-    with pytest.raises(ValueError, match="all conversations begin with a prompt that is kept for validation"):
+    with pytest.raises(ValueError, match="two conversations with different prompts"):
         Corpus([make_shard([[5, 6, 10]] * 3, [2] * 3)], 16, STOP).split(0.2)
+
+
+def test_two_prompts_are_enough() -> None:
+    """Catches nothing left to train on where a few prompts are answered so often that validation meets them all."""
+    texts = [[5, 6 + index % 2, 10 + index] for index in range(20)]
+    corpus = Corpus([make_shard(texts, [2] * 20)], 64, STOP)
+    training, validation = corpus.split(0.4)
+    assert [corpus.answer(item).item() for item in validation] == list(range(15, 30, 2))
+    assert [corpus.answer(item).item() for item in training] == list(range(10, 30, 2))
 
 
 def test_states_that_are_not_there_are_computed() -> None:

@@ -75,6 +75,11 @@ def test_long_conversations_are_cut_and_counted() -> None:
             "texts",
         ),
         (
+            [text_of(2, 2), text_of(2, 1), text_of(2, 9)],
+            "--corpus: x: all 3 conversations begin with the same prompt, at least 2 are needed, one of them for "
+            "validation; add others",
+        ),
+        (
             [text_of(2, 2), text_of(5, 2)],
             "--corpus: x: holds 1 conversation to train on, at least 2 are needed, one of them for validation; add "
             "texts",
