@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def read_bytes(file: Path, option: str) -> bytes:
@@ -51,8 +54,11 @@ def read_json_lines(file: Path, option: str) -> Iterator[tuple[str, dict[str, An
         place = f"{option}: {file}, line {number}:"
         try:
             entry = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{place} is not JSON ({error.msg}); write one JSON object a line (JSONL)") from None
+        except (json.JSONDecodeError, RecursionError) as error:
+            reason = error.msg if isinstance(error, json.JSONDecodeError) else "nested too deeply"
+            raise ValueError(f"{place} is not JSON ({reason}); write one JSON object a line (JSONL)") from None
+        if _SURROGATE.search(line) and not _is_encodable(entry):
+            raise ValueError(f"{place} holds half a character (a lone \\u escape of d800 to dfff); correct the line")
         if not isinstance(entry, dict):
             raise ValueError(f"{place} holds a JSON {_json_type(entry)}; write one JSON object a line (JSONL)")
         yield place, entry
@@ -61,6 +67,14 @@ def read_json_lines(file: Path, option: str) -> Iterator[tuple[str, dict[str, An
 def shown_keys(entry: dict[str, Any]) -> str:
     """The keys of an object for an error message."""
     return ", ".join(f"`{key}`" for key in entry) or "no key"
+
+
+def _is_encodable(entry: Any) -> bool:
+    try:
+        json.dumps(entry, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _json_type(value: Any) -> str:

@@ -49,6 +49,11 @@ def test_a_folder_is_no_file(tmp_path: Path) -> None:
         ("3.5", "line 1: holds a JSON number; write one JSON object a line (JSONL)"),
         ('"a"', "line 1: holds a JSON string; write one JSON object a line (JSONL)"),
         ("true", "line 1: holds a JSON boolean; write one JSON object a line (JSONL)"),
+        ("[" * 100_000, "line 1: is not JSON (nested too deeply); write one JSON object a line (JSONL)"),
+        (
+            '{"a": "\\ud83e\\udd85"}\n{"a": ["\\ud83e"]}',
+            "line 2: holds half a character (a lone \\u escape of d800 to dfff); correct the line",
+        ),
         ("null", "line 1: holds a JSON null; write one JSON object a line (JSONL)"),
     ],
 )
