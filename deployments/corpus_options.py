@@ -42,8 +42,8 @@ def add_corpus_options(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     group.add_argument(
         "--prompts", type=Path,
-        help="JSONL file of prompts for the target to answer (`messages`, `turns` or a bare `prompt`) instead of user "
-        "turns it invents",
+        help="JSONL file of prompts for the target to answer instead of user turns it invents: `messages` or `turns`, "
+        "put into its chat template, or `prompt`, taken as it is",
     )  # fmt: skip
     group.add_argument("--corpus-tokens", type=int, default=defaults.num_tokens, help="answer tokens the target writes")
     group.add_argument(
