@@ -2,8 +2,8 @@
 
     python benchmarks/outside_text.py OUT.txt [--megabytes 6]
 
-For the ablation's rows on outside text (docs/training.md). Docstrings of at least 300 characters, each once, from files of
-the standard library and the installed packages in an order that a fixed seed shuffles.
+For the ablation's rows on outside text (docs/training.md). Docstrings of at least 300 characters, each once, from files
+of the standard library and the installed packages in an order that a fixed seed shuffles.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from eyas.deployments.tokenizer import Tokenizer
 from eyas.training.corpus import InventedTurns, Questions, UserTurnTemplate, Writer, write_corpus
 from eyas.training.generation import CorpusConfig, GeneratedText, GenerationJob
 from eyas.training.given_prompts import GivenPrompts
+from eyas.training.openers import OPENERS
 from eyas.training.recording import FeatureRecorder
 from eyas.training.shard import count_answer_tokens, shard_files
 from eyas.training.states import recorded_layers
@@ -82,7 +83,9 @@ def write_own_corpus(job: CorpusJob) -> None:
 
     questions: Questions
     if job.prompts is None:
-        questions = InventedTurns(UserTurnTemplate.of(tokenizer.raw), config, generate, recorder, stop)
+        template = UserTurnTemplate.of(tokenizer.raw)
+        openers = [tokenizer.raw.encode(opener, add_special_tokens=False) for opener in OPENERS]
+        questions = InventedTurns(template, config, generate, recorder, stop, openers)
     else:
         questions = GivenPrompts(job.prompts, config)
     write_corpus(job.folder, config.num_tokens, questions, generate, recorder, job.writer)

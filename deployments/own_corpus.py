@@ -87,8 +87,9 @@ def _config(args: argparse.Namespace, num_writers: int) -> CorpusConfig:
     for name, value in options.items():
         if value < 1:
             raise ValueError(f"{name}: must be at least 1, got {value}")
-    if not 0.0 <= args.greedy_share <= 1.0:
-        raise ValueError(f"--greedy-share: must be between 0 and 1, got {args.greedy_share}")
+    for name, share in {"--greedy-share": args.greedy_share, "--opener-share": args.opener_share}.items():
+        if not 0.0 <= share <= 1.0:
+            raise ValueError(f"{name}: must be between 0 and 1, got {share}")
     if not args.answer_temperature > 0.0:
         raise ValueError(
             f"--answer-temperature: must be above 0, got {args.answer_temperature}; --greedy-share 1 makes all answers "
@@ -101,6 +102,7 @@ def _config(args: argparse.Namespace, num_writers: int) -> CorpusConfig:
         max_user_tokens=args.user_tokens,
         max_answer_tokens=args.answer_tokens,
         greedy_share=args.greedy_share,
+        opener_share=args.opener_share,
         answer_temperature=args.answer_temperature,
         seed=args.seed,
     )
@@ -125,7 +127,7 @@ def _manifest(
         _SHARD: config.conversations_per_shard,
     }
     if args.prompts is None:
-        options["user_tokens"] = config.max_user_tokens
+        options |= {"user_tokens": config.max_user_tokens, "opener_share": config.opener_share}
     return Manifest.of([] if args.prompts is None else [args.prompts], options), config
 
 

@@ -1,6 +1,7 @@
 """The target writes a corpus: it invents user turns or is given prompts, answers them, and its hidden states are kept.
 
-Invented turns are sampled from the bare chat template up to the point where a user would speak; answers are greedy in a
+Invented turns are sampled after the bare chat template up to the point where a user would speak, most of them with
+their first words given; answers are greedy in a
 stated share and sampled otherwise. One shard is one round of conversations; a shard file appears complete or not at
 all, so an interrupted run goes on with the next one.
 """
@@ -8,6 +9,7 @@ all, so an interrupted run goes on with the next one.
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -56,30 +58,38 @@ class UserTurnTemplate:
 
 @dataclass(frozen=True, slots=True)
 class InventedTurns:
-    """`Questions` the target makes up itself."""
+    """`Questions` the target makes up itself.
+
+    Args:
+        openers: words that turns begin with, as token ids.
+    """
 
     template: UserTurnTemplate
     config: CorpusConfig
     generate: Generate
     recorder: FeatureRecorder | None
     stop_token_ids: frozenset[int]
+    openers: Sequence[list[int]] = ()
 
     def jobs(self, round_index: int) -> list[GenerationJob]:
         """Sample user turns; raises `ValueError` if all of them are empty."""
         template, config = self.template, self.config
         count, first_seed = config.conversations_per_shard, config.first_seed(round_index)
+        openers = self._chosen_openers(count, first_seed)
         turns = self.generate(
             [
                 GenerationJob(
-                    template.before, config.user_temperature, config.user_top_p, first_seed + index,
+                    [*template.before, *opener], config.user_temperature, config.user_top_p, first_seed + index,
                     config.max_user_tokens,
                 )
-                for index in range(count)
+                for index, opener in enumerate(openers)
             ]
         )  # fmt: skip
         if self.recorder is not None:
             self.recorder.clear()
-        prompts = {tuple(self._without_stop(turn.token_ids)) for turn in turns} - {()}
+        prompts = {
+            (*opener, *self._without_stop(turn.token_ids)) for opener, turn in zip(openers, turns, strict=True)
+        } - {()}
         if not prompts:
             raise ValueError("the target invents empty user turns only; use --prompts or --corpus")
         # Sorted for the same order in every run, then shuffled: else the turns that come first in the alphabet would
@@ -97,6 +107,12 @@ class InventedTurns:
             )
             for index, prompt in enumerate(ordered)
         ]
+
+    def _chosen_openers(self, count: int, seed: int) -> list[list[int]]:
+        if not self.openers:
+            return [[]] * count
+        draws = random.Random(seed)
+        return [draws.choice(self.openers) if draws.random() < self.config.opener_share else [] for _ in range(count)]
 
     def _without_stop(self, token_ids: list[int]) -> list[int]:
         return token_ids[:-1] if token_ids and token_ids[-1] in self.stop_token_ids else token_ids

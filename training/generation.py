@@ -37,6 +37,7 @@ class CorpusConfig:
     Args:
         num_tokens: answer tokens to write in all.
         greedy_share: part of the answers written at temperature 0; the others at `answer_temperature`.
+        opener_share: part of the invented turns that begin with given words; the target begins the others.
     """
 
     num_tokens: int = 1_000_000
@@ -47,11 +48,13 @@ class CorpusConfig:
     user_top_p: float = 0.95
     greedy_share: float = 0.6
     answer_temperature: float = 0.7
+    opener_share: float = 0.8
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.greedy_share <= 1.0:
-            raise ValueError(f"greedy_share: must be between 0 and 1, got {self.greedy_share}")
+        for name in ("greedy_share", "opener_share"):
+            if not 0.0 <= getattr(self, name) <= 1.0:
+                raise ValueError(f"{name}: must be between 0 and 1, got {getattr(self, name)}")
         if not self.answer_temperature > 0.0:
             raise ValueError(
                 f"answer_temperature: must be above 0, got {self.answer_temperature}; a greedy_share of 1 makes all "

@@ -110,3 +110,26 @@ def test_a_target_that_invents_nothing_is_refused(tmp_path: Path) -> None:
     turns = InventedTurns(UserTurnTemplate(BEFORE, AFTER), config, silent, None, frozenset({STOP}))
     with pytest.raises(ValueError, match="empty user turns only; use --prompts or --corpus"):
         write_corpus(tmp_path, 10, turns, target.generate, None)
+
+
+def test_openers_begin_their_share_of_the_turns(tmp_path: Path) -> None:
+    """Catches first words that are lost from the prompt, given to every turn, or drawn anew in a resumed run."""
+    asked: list[list[int]] = []
+
+    def invent(jobs: list[GenerationJob]) -> list[GeneratedText]:
+        asked.extend(job.prompt_ids for job in jobs)
+        return [GeneratedText(index, [10 + job.seed % 97, STOP]) for index, job in enumerate(jobs)]
+
+    config = CorpusConfig(conversations_per_shard=90, opener_share=0.5)
+    template, openers = UserTurnTemplate(BEFORE, AFTER), [[50, 51], [60]]
+    turns = InventedTurns(template, config, invent, None, frozenset({STOP}), openers)
+    questions = [job.prompt_ids for job in turns.jobs(0)]
+    counts = [asked.count([*BEFORE, *opener]) for opener in ([], *openers)]
+    assert sum(counts) == 90
+    assert 30 < counts[0] < 60
+    assert min(counts[1:]) > 10
+    for opener, count in zip(openers, counts[1:], strict=True):
+        begun = [prompt for prompt in questions if prompt[: 2 + len(opener)] == [*BEFORE, *opener]]
+        assert len(begun) == count
+        assert all(len(prompt) == 2 + len(opener) + 1 + 1 for prompt in begun)
+    assert [job.prompt_ids for job in turns.jobs(0)] == questions
