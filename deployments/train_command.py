@@ -16,15 +16,15 @@ from eyas.deployments.corpus_options import (
     target_states,
     text_length,
 )
-from eyas.deployments.train_options import add_train_options
+from eyas.deployments.train_options import add_train_options, training_config
 from eyas.models.catalog import resolve_target
 from eyas.models.config import DecoderConfig
 from eyas.training.export import draw_curve
 from eyas.training.methods import KINDS
 from eyas.training.progress import TrainingProgress
 from eyas.training.trainer import HeadTrainer
-from eyas.training.training_config import TrainingConfig
-from eyas.training.validation import Validation
+from eyas.training.training_log import LOG_FILE
+from eyas.training.validation import WIDTH, Validation
 
 _NAMES = {"eagle3": "an EAGLE-3", "eagle": "an EAGLE-1", "medusa": "a Medusa", "mtp": "an MTP"}
 
@@ -49,20 +49,7 @@ def run_train(args: argparse.Namespace) -> int:
     console = Console(stderr=True)
     target_folder = resolve_target(args.target)
     target = DecoderConfig.from_folder(target_folder)
-    config = TrainingConfig(
-        kind=args.kind,
-        num_steps=args.steps,
-        max_minutes=None if args.steps else args.minutes,
-        draft_vocab_size=min(args.draft_vocab, target.vocab_size),
-        tokens_per_batch=args.batch_tokens,
-        max_length=text_length(args, target),
-        num_levels=args.num_levels,
-        has_own_projection=getattr(args, "own_projection", False),
-        learning_rate=args.lr,
-        matrix_rate=args.matrix_lr,
-        dtype=args.dtype,
-        seed=args.seed,
-    )
+    config = training_config(args, target.vocab_size, text_length(args, target))
     corpus_folders = prepare_corpus(args, target_folder, target, console)
     torch.set_num_threads(args.threads)
     trainer = HeadTrainer(
@@ -81,7 +68,7 @@ def run_train(args: argparse.Namespace) -> int:
         validation = trainer.run(progress)
     assert validation is not None
     trainer.export(args.out)
-    draw_curve(args.work_dir / "log.jsonl", args.work_dir / "training-curve.png")
+    draw_curve(args.work_dir / LOG_FILE, args.work_dir / "training-curve.png")
     Console().print(result_table(trainer, validation))
     console.print(f"head written to {args.out}, training curve to {args.work_dir / 'training-curve.png'}")
     return 0
@@ -89,8 +76,12 @@ def run_train(args: argparse.Namespace) -> int:
 
 def result_table(trainer: HeadTrainer, validation: Validation) -> Table:
     """What a head can do, by drafted level, on texts it was not trained on."""
-    speed = f"{validation.chain_length:.2f} tokens per verify step of a chain of {len(validation.recall)}"
-    table = Table(title=f"{trainer.step} steps in {trainer.elapsed_s / 60:.0f} min; {speed}")
+    speed = (
+        f"{validation.chain_length:.2f} tokens per verify step of a chain of {len(validation.recall)}, up to "
+        f"{validation.tree_length:.2f} of a tree {WIDTH} wide"
+    )
+    steps = f"{trainer.step} steps in {trainer.elapsed_s / 60:.0f} min, the best head after {trainer.best.step}"
+    table = Table(title=f"{steps}; {speed}")
     table.add_column("level")
     for rank in range(1, len(validation.recall[0]) + 1):
         table.add_column(f"in top {rank}", justify="right")

@@ -7,7 +7,8 @@ import os
 from pathlib import Path
 
 from eyas.models.catalog import DEFAULT_TARGET
-from eyas.training.training_config import TrainingConfig
+from eyas.training.objective_options import LOSS_ROWS, OBJECTIVES
+from eyas.training.training_config import DTYPES, TrainingConfig
 
 _MEDUSA_HEADS = 4
 _MATRIX_RATES = {"eagle": 3e-3}  # nothing norms what its attention reads: at the rate of the others its states run away
@@ -20,34 +21,118 @@ def add_train_options(parser: argparse.ArgumentParser, kind: str) -> None:
     parser.add_argument("--target", default=DEFAULT_TARGET, help="target model: a Hugging Face folder or a known name")
     parser.add_argument("--out", type=Path, required=True, help="folder the head is written to")
     parser.add_argument("--work-dir", type=Path, default=Path("runs") / kind, help="log and state to resume from")
-    length = parser.add_mutually_exclusive_group()
-    length.add_argument("--minutes", type=float, default=60.0, help="train for about this long")
-    length.add_argument("--steps", type=int, help="train on this many batches instead")
+    parser.add_argument("--seed", type=int, default=0, help="of the corpus, the new weights, the batch order and noise")
+    parser.add_argument("--threads", type=int, default=num_cpus, help="threads to train with")
+    parser.add_argument("--dtype", choices=list(DTYPES), default=defaults.dtype, help="what is computed in")
+    _add_objective(parser, kind, defaults)
+    _add_schedule(parser, kind, defaults)
+
+
+def _add_objective(parser: argparse.ArgumentParser, kind: str, defaults: TrainingConfig) -> None:
+    """What is compared with what, and how much each part counts."""
+    group = parser.add_argument_group("objective")
+    group.add_argument(
+        "--objective",
+        choices=OBJECTIVES,
+        default=defaults.objective,
+        help="distill: the target's distribution; hard: the token the text holds next; "
+        "tree: distill, and the target's favourite among the first candidates",
+    )
+    group.add_argument(
+        "--tree-width", type=int, default=defaults.tree_width, help="of --objective tree: candidates of a node"
+    )
+    group.add_argument(
+        "--tree-share",
+        type=float,
+        default=defaults.tree_share,
+        help="of --objective tree: share of the favourite, from 0 to 1; the rest is distill",
+    )
+    group.add_argument(
+        "--loss-rows", choices=LOSS_ROWS, default=defaults.loss_rows, help="rows of a conversation to learn from"
+    )
     if kind == "medusa":
-        parser.add_argument("--num-heads", dest="num_levels", type=int, default=_MEDUSA_HEADS, help="levels it drafts")
-        parser.add_argument(
+        group.add_argument("--num-heads", dest="num_levels", type=int, default=_MEDUSA_HEADS, help="levels it drafts")
+        group.add_argument(
             "--own-projection", action="store_true", help="train an output projection for every head, too"
         )
     else:
-        parser.add_argument(
+        group.add_argument(
             "--ttt-steps",
             dest="num_levels",
             type=int,
             default=defaults.num_levels,
             help="steps of the training-time test",
         )
+    group.add_argument(
+        "--level-decay", type=float, default=defaults.level_decay, help="weight of level i, from 0: this to the power i"
+    )
     vocabulary = ("--draft-vocab", "ids the head can propose")
     if kind != "eagle3":
         vocabulary = ("--loss-vocab", "ids the loss is taken over; the head can propose all")
-    parser.add_argument(
+    group.add_argument(
         vocabulary[0], dest="draft_vocab", type=int, default=defaults.draft_vocab_size, help=vocabulary[1]
     )
-    parser.add_argument("--batch-tokens", type=int, default=defaults.tokens_per_batch, help="rows of a batch")
-    parser.add_argument(
+    group.add_argument(
+        "--feature-noise",
+        type=float,
+        default=defaults.feature_noise,
+        help="standard deviation of uniform noise on what the head reads, as a share of its root mean square",
+    )
+
+
+def _add_schedule(parser: argparse.ArgumentParser, kind: str, defaults: TrainingConfig) -> None:
+    """How long and how fast to train, and when to look."""
+    group = parser.add_argument_group("schedule")
+    length = group.add_mutually_exclusive_group()
+    length.add_argument("--minutes", type=float, default=60.0, help="train for about this long")
+    length.add_argument("--steps", type=int, help="train on this many batches instead")
+    group.add_argument("--batch-tokens", type=int, default=defaults.tokens_per_batch, help="rows of a batch")
+    group.add_argument(
         "--lr", type=float, default=defaults.learning_rate, help="highest rate of AdamW (norms, output projections)"
     )
     matrix_rate = _MATRIX_RATES.get(kind, defaults.matrix_rate)
-    parser.add_argument("--matrix-lr", type=float, default=matrix_rate, help="highest rate of Muon (the rest)")
-    parser.add_argument("--seed", type=int, default=0, help="of the corpus, the new weights and the batch order")
-    parser.add_argument("--threads", type=int, default=num_cpus, help="threads to train with")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default=defaults.dtype, help="what is computed in")
+    group.add_argument("--matrix-lr", type=float, default=matrix_rate, help="highest rate of Muon (the rest)")
+    group.add_argument(
+        "--matrix-decay", type=float, default=defaults.matrix_decay, help="weight decay of what Muon moves"
+    )
+    group.add_argument("--validate-every", type=int, help="steps between validations; left out, a twentieth of the run")
+    group.add_argument(
+        "--validation-levels",
+        type=int,
+        default=defaults.validation_levels,
+        help="levels to validate; a Medusa head has no more than it trains",
+    )
+    group.add_argument(
+        "--patience",
+        type=int,
+        default=defaults.patience,
+        help="stop after this many validations without a better head; 0: never",
+    )
+
+
+def training_config(args: argparse.Namespace, vocab_size: int, max_length: int) -> TrainingConfig:
+    """What the options say of training, for a target of `vocab_size` tokens and texts of up to `max_length`."""
+    return TrainingConfig(
+        kind=args.kind,
+        num_steps=args.steps,
+        max_minutes=None if args.steps is not None else args.minutes,
+        draft_vocab_size=min(args.draft_vocab, vocab_size),
+        tokens_per_batch=args.batch_tokens,
+        max_length=max_length,
+        num_levels=args.num_levels,
+        level_decay=args.level_decay,
+        has_own_projection=getattr(args, "own_projection", False),
+        objective=args.objective,
+        tree_width=args.tree_width,
+        tree_share=args.tree_share,
+        loss_rows=args.loss_rows,
+        feature_noise=args.feature_noise,
+        learning_rate=args.lr,
+        matrix_rate=args.matrix_lr,
+        matrix_decay=args.matrix_decay,
+        validation_levels=args.validation_levels,
+        validate_every=args.validate_every,
+        patience=args.patience,
+        dtype=args.dtype,
+        seed=args.seed,
+    )

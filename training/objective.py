@@ -6,6 +6,7 @@ Letters: T rows, R bases, H hidden, V target vocabulary, Vd ids the loss is take
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,13 +15,28 @@ from torch.func import functional_call
 
 from eyas.models.head import DraftHead
 from eyas.training.dataset import Batch
+from eyas.training.feature_noise import with_noise
 from eyas.training.initialisation import TargetOutput
-from eyas.training.losses import soft_cross_entropy, target_distribution
+from eyas.training.losses import hard_cross_entropy, soft_cross_entropy, target_distribution
 from eyas.training.method import TrainingMethod
+from eyas.training.objective_options import DISTILL, ObjectiveOptions
+from eyas.training.tree_loss import tree_cross_entropy
+
+
+@dataclass(frozen=True, slots=True)
+class _Truth:
+    """What the rows of level 0 are compared with: target probabilities `[R, Vd]` and columns `[R]`, -1 if unscored."""
+
+    probs: Tensor | None
+    favourites: Tensor
+
+    def take(self, rows: Tensor) -> _Truth:
+        probs = None if self.probs is None else self.probs.index_select(0, rows)
+        return _Truth(probs, self.favourites.index_select(0, rows))
 
 
 class Objective(nn.Module):
-    """Training loss of a head.
+    """Training loss of a head. Head and output must lie where they are to be used: what is made here lies there, too.
 
     Args:
         output: the target's, in the dtype to compute in.
@@ -42,6 +58,7 @@ class Objective(nn.Module):
         num_levels: int,
         level_decay: float,
         num_sampled: int = 0,
+        options: ObjectiveOptions = DISTILL,
     ) -> None:
         super().__init__()
         self.method = method
@@ -49,54 +66,95 @@ class Objective(nn.Module):
         self.output = output
         self.num_levels = num_levels
         self.level_decay = level_decay
-        self._columns = torch.searchsorted(head.candidate_ids, token_ids)
-        is_other = torch.ones(head.candidate_ids.shape[0], dtype=torch.bool)
+        self.options = options
+        device, num_candidates = head.candidate_ids.device, head.candidate_ids.shape[0]
+        self._columns = torch.searchsorted(head.candidate_ids, token_ids.to(device))
+        is_other = torch.ones(num_candidates, dtype=torch.bool, device=device)
         is_other[self._columns] = False
         self._other_columns = is_other.nonzero().squeeze(1)
         self._num_sampled = num_sampled
         if num_sampled >= self._other_columns.shape[0]:
-            self._columns, self._num_sampled = torch.arange(head.candidate_ids.shape[0]), 0
-        is_scored = torch.zeros(output.weight.shape[0] + 1, dtype=torch.bool)
-        is_scored[head.candidate_ids[self._columns]] = True
-        is_scored[-1] = True  # index -1: the token after the last row is unknown
-        self._is_scored = is_scored
+            self._columns, self._num_sampled = torch.arange(num_candidates, device=device), 0
+        # Index -1, the unknown token after the last row, finds -1, as does every id that is not always scored.
+        self._column_of = torch.full((output.weight.shape[0] + 1,), -1, device=device)
+        self._column_of[head.candidate_ids[self._columns]] = torch.arange(self._columns.shape[0], device=device)
+        self.num_kept = 0  # rows the loss of the last batch was taken over, at its first level
 
-    def compute(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Loss, a scalar, and per level the share of rows where head and target favour one token, float32 `[K]`."""
+    def compute(self, batch: Batch, step: int = 0) -> tuple[Tensor, Tensor]:
+        """Loss, a scalar, and per level the share of rows whose favourite is the head's first candidate, float32 `[K]`.
+
+        The favourite is the target's; with the hard objective, the token of the text. Noise depends on `step` and the
+        batch, so that a resumed run repeats it and ranks draw their own.
+        """
         dtype = self.output.weight.dtype
         copies = {name: weight.to(dtype) for name, weight in self.named_parameters()}
-        loss, accuracy = functional_call(self, copies, (batch,))
+        loss, accuracy = functional_call(self, copies, (batch, step))
         return loss, accuracy
 
-    def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """`compute` in the dtype the weights have. Only answers count, and of these what the loss may hold."""
-        method, hidden = self.method, self.output.norm.shape[0]
+    def forward(self, batch: Batch, step: int = 0) -> tuple[Tensor, Tensor]:
+        """`compute` in the dtype the weights have. Only rows that the loss can hold count."""
+        method, options = self.method, self.options
+        if options.loss_rows == "all":
+            batch = whole_texts(batch)
         recorded = batch.features.to(self.output.weight.dtype)
         columns, bias = self.scored_columns(batch)
         compared = batch.rows(0) + 1  # the target rows of level 0; those of level k leave out k per conversation
         with torch.no_grad():
             inputs = method.inputs(recorded, self.output)
-            scored = self.output.restricted(self.head.candidate_ids[columns])
-            target_probs = target_distribution(scored.logits(recorded[compared, -hidden:]) + bias)
-            is_kept = self._is_scored[batch.next_ids[compared]] & batch.precedes_answer[compared]
-        total, accuracies = torch.zeros(()), []
-        for level, states in enumerate(method.level_states(self.head, inputs, batch, self.num_levels)):
+            read = self._with_noise(inputs, batch, step)
+            truth, is_kept = self._truth(batch, recorded, columns, bias, compared)
+            is_foretold = batch.precedes_answer[compared]
+            is_kept &= is_foretold
+        total, accuracies = torch.zeros((), device=inputs.device), []
+        for level, states in enumerate(method.level_states(self.head, read, batch, self.num_levels)):
             rows = batch.later_rows(level)
             kept = is_kept[rows].nonzero().squeeze(1)
-            loss, agrees = soft_cross_entropy(
+            if level == 0:
+                self.num_kept = kept.shape[0]
+            loss, agrees = self._token_loss(
                 method.projected(self.head, states.index_select(0, kept), level),
                 _rows(method.projection(self.head, level), columns),
-                target_probs.index_select(0, rows[kept]),
-                torch.full((kept.shape[0],), 1.0 / max(1, kept.shape[0])),
+                truth.take(rows[kept]),
                 bias,
             )
             loss = method.cross_entropy_share * loss
-            state_loss = method.state_loss(states, inputs.index_select(0, compared[rows]))
-            if state_loss is not None:
-                loss = loss + state_loss
+            foretold = is_foretold[rows].nonzero().squeeze(1)
+            if foretold.shape[0]:
+                following = inputs.index_select(0, compared[rows[foretold]])
+                state_loss = method.state_loss(states.index_select(0, foretold), following)
+                loss = loss if state_loss is None else loss + state_loss
             total = total + self.level_decay**level * loss
-            accuracies.append(agrees.float().mean())
+            accuracies.append(agrees.float().sum() / max(1, kept.shape[0]))
         return total, torch.stack(accuracies)
+
+    def _with_noise(self, inputs: Tensor, batch: Batch, step: int) -> Tensor:
+        if not self.options.feature_noise:
+            return inputs
+        key = self.options.seed, step, int(batch.token_ids.sum())
+        return with_noise(inputs, self.output.norm.shape[0], self.options.feature_noise, *key)
+
+    def _truth(
+        self, batch: Batch, recorded: Tensor, columns: Tensor, bias: Tensor, compared: Tensor
+    ) -> tuple[_Truth, Tensor]:
+        """Of the rows of level 0, and which of them can be in the loss, bool `[R]`."""
+        emitted = batch.next_ids[compared]
+        tokens = self._column_of[emitted]
+        if self.options.name == "hard":
+            return _Truth(None, tokens), tokens >= 0
+        scored = self.output.restricted(self.head.candidate_ids[columns])
+        logits = scored.logits(recorded[compared, -self.output.norm.shape[0] :])
+        return _Truth(target_distribution(logits + bias), logits.argmax(dim=-1)), (tokens >= 0) | (emitted < 0)
+
+    def _token_loss(self, states: Tensor, weight: Tensor, truth: _Truth, bias: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean loss of rows, and where the favourite is the first candidate."""
+        num_rows = states.shape[0]
+        row_weights = torch.full((num_rows,), 1.0 / max(1, num_rows), device=states.device)
+        if truth.probs is None:
+            return hard_cross_entropy(states, weight, truth.favourites, row_weights, bias)
+        if self.options.name == "tree":
+            width, share = self.options.tree_width, self.options.tree_share
+            return tree_cross_entropy(states, weight, truth.probs, row_weights, truth.favourites, width, share, bias)
+        return soft_cross_entropy(states, weight, truth.probs, row_weights, bias, truth.favourites)
 
     def scored_columns(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Columns of the head the loss is taken over, int64 `[Vd]`, and what is added to each one's logits.
@@ -104,15 +162,20 @@ class Objective(nn.Module):
         A sampled id counts as many times as there are others for each. The sample depends on the batch alone, so that a
         resumed run repeats it.
         """
-        dtype = self.output.weight.dtype
+        dtype, device = self.output.weight.dtype, self._columns.device
         if not self._num_sampled:
-            return self._columns, torch.zeros(self._columns.shape[0], dtype=dtype)
-        generator = torch.Generator().manual_seed(int(batch.token_ids.sum()))
+            return self._columns, torch.zeros(self._columns.shape[0], dtype=dtype, device=device)
+        generator = torch.Generator("cpu").manual_seed(int(batch.token_ids.sum()))
         num_others = self._other_columns.shape[0]
-        sampled = self._other_columns[torch.randperm(num_others, generator=generator)[: self._num_sampled]]
-        bias = torch.zeros(self._columns.shape[0] + self._num_sampled, dtype=dtype)
+        drawn = torch.randperm(num_others, generator=generator, device="cpu")[: self._num_sampled]
+        bias = torch.zeros(self._columns.shape[0] + self._num_sampled, dtype=dtype, device=device)
         bias[self._columns.shape[0] :] = math.log(num_others / self._num_sampled)
-        return torch.cat([self._columns, sampled]), bias
+        return torch.cat([self._columns, self._other_columns[drawn.to(device)]]), bias
+
+
+def whole_texts(batch: Batch) -> Batch:
+    """The same conversations as if the target had written every token."""
+    return replace(batch, is_answer=torch.ones_like(batch.is_answer), prompt_lengths=[0] * len(batch.lengths))
 
 
 def _rows(weight: Tensor, columns: Tensor) -> Tensor:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from types import TracebackType
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from eyas.training.training_log import StepRecord
-from eyas.training.validation import Validation
+from eyas.training.validation import WIDTH, Validation
 
 _SMOOTHING = 0.9
 
@@ -50,17 +51,25 @@ class TrainingProgress:
             self._loss = _mix(self._loss, record.loss)
             self._accuracy = [_mix(old, new) for old, new in zip(self._accuracy, record.accuracy, strict=True)]
         self._last = record
-        accuracy = " ".join(f"{share:.3f}" for share in self._accuracy)
-        note = f"loss {self._loss:.3f}  accuracy {accuracy}  {self._speed:,.0f} tokens/s"
+        note = f"loss {self._loss:.3f}  accuracy {_shares(self._accuracy)}  {self._speed:,.0f} tokens/s"
         self._progress.update(self._task, total=num_steps, completed=record.step + 1, note=note)
 
     def on_validation(self, step: int, validation: Validation) -> None:
         """Print a line above the bar."""
-        accuracy = " ".join(f"{share:.3f}" for share in validation.accuracy)
-        top4 = " ".join(f"{ranks[-1]:.3f}" for ranks in validation.recall)
+        accuracy, top4 = _shares(validation.accuracy), _shares([ranks[-1] for ranks in validation.recall])
+        left_s = self._progress.tasks[self._task].time_remaining
+        time_left = "" if left_s is None else f"  {timedelta(seconds=int(left_s))} left"
         self._progress.console.print(
-            f"step {step}: validation accuracy {accuracy}  top-4 {top4}  chain length {validation.chain_length:.3f}"
+            f"step {step}: loss {self._loss:.3f}  validation accuracy {accuracy}  top-{WIDTH} {top4}  "
+            f"chain length {validation.chain_length:.3f}  tree length {validation.tree_length:.3f}  "
+            f"{self._speed:,.0f} tokens/s{time_left}",
+            highlight=False,
+            soft_wrap=True,
         )
+
+
+def _shares(values: list[float]) -> str:
+    return " ".join(f"{value:.3f}" for value in values)
 
 
 def _mix(old: float, new: float) -> float:

@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 
 from eyas.models.config import DecoderConfig
+from eyas.training.best_head import BestHead, load_weights, save_weights
 from eyas.training.dataset import Batch, ComputeStates, Corpus, make_batches, training_order
 from eyas.training.heap import return_freed_memory
 from eyas.training.initialisation import NewWeights, TargetOutput
@@ -21,11 +23,19 @@ from eyas.training.objective import Objective
 from eyas.training.optimizer import HeadOptimizer
 from eyas.training.shard import read_shard, shard_files
 from eyas.training.training_config import TrainingConfig
-from eyas.training.training_log import StepRecord, TrainingLog
+from eyas.training.training_log import (
+    LOG_FILE,
+    VALIDATION_FILE,
+    StepRecord,
+    TrainingLog,
+    ValidationLog,
+    ValidationRecord,
+)
 from eyas.training.validation import Validation, validate
 from eyas.training.vocabulary import choose_vocabulary, count_tokens
 
 _STATE_FILE = "training-state.pt"
+_BEST_FILE = "best-head.safetensors"
 _PACE_STEPS = 20  # steps timed before a run given in minutes knows its number of steps
 _NUM_SAMPLED_ROWS = 2000  # tell the scale of the target's states
 _TRIM_STEPS = 10
@@ -45,7 +55,7 @@ class Observer(Protocol):
 class HeadTrainer:
     """One training run, resumable from its work folder.
 
-    The order of batches depends on seed and step alone, and nothing else is random, so a resumed run repeats the losses
+    The order of batches and all that is drawn depend on seed, step and batch alone, so a resumed run repeats the losses
     an uninterrupted one would have had, whatever the time it was killed.
 
     Args:
@@ -71,6 +81,7 @@ class HeadTrainer:
         self.num_steps = config.num_steps
         self.step = 0
         self.elapsed_s = 0.0
+        self.best = BestHead(config.patience)
         state = self._read_state(corpus_folders)
         target = DecoderConfig.from_folder(target_folder)
         dtype = config.compute_dtype
@@ -108,6 +119,7 @@ class HeadTrainer:
             config.num_levels,
             config.level_decay,
             config.num_sampled,
+            config.objective_options,
         )
         self._optimizer = HeadOptimizer(self.head, config.learning_rate, config.matrix_rate, config.matrix_decay)
         by_length = sorted(validation, key=lambda item: item.length)
@@ -121,15 +133,20 @@ class HeadTrainer:
         return sum(conversation.length for conversation in self.training) / self.config.tokens_per_batch
 
     def run(self, observer: Observer, stop_after: int | None = None) -> Validation | None:
-        """Train to the end and validate; with `stop_after`, leave after that step without saving, as if killed."""
+        """Train to the end and hold the best head then; with `stop_after`, leave after that step as if killed.
+
+        Returns:
+            The validation of that head.
+        """
         config = self.config
         if self.step == 0:
             self.save()  # from here on the choice of shards is fixed
-        log = TrainingLog(self.work_folder / "log.jsonl", self.step)
+        log = TrainingLog(self.work_folder / LOG_FILE, self.step)
+        validations = ValidationLog(self.work_folder / VALIDATION_FILE, self.step)
         order = training_order(self.training, config.tokens_per_batch, config.seed, self.step)
         pace: list[float] = []
         begin, last_save = time.monotonic() - self.elapsed_s, time.monotonic()
-        while self.num_steps is None or self.step < self.num_steps:
+        while not self.is_finished:
             step_begin = time.monotonic()
             record = self._train_on(self.corpus.batch(next(order)), begin)
             log.write(record)
@@ -141,36 +158,60 @@ class HeadTrainer:
             if self.num_steps is None:
                 pace.append(now - step_begin)
                 if len(pace) == _PACE_STEPS:
-                    assert config.max_minutes is not None
-                    left_s = max(0.0, _SLACK * 60.0 * config.max_minutes - self.elapsed_s)
-                    self.num_steps = self.step + int(left_s / (sum(pace) / len(pace)))
+                    self.num_steps = self._plan(sum(pace) / len(pace))
             observer.on_step(record, self.num_steps)
+            if config.is_validated_after(self.step, self.num_steps):
+                self._check(observer, validations)
             if stop_after is not None and self.step >= stop_after:
                 log.close()
+                validations.close()
                 return None
             if now - last_save > 60.0 * config.checkpoint_minutes:
                 self.save()
-                observer.on_validation(self.step, self.validate())
                 last_save = time.monotonic()
+        if self.best.last_step != self.step:
+            self._check(observer, validations)
         log.close()
+        validations.close()
         self.save()
+        load_weights(self.head, self.work_folder / _BEST_FILE)
+        return self.best.validation
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether all steps are done or patience has run out."""
+        return self.best.should_stop or (self.num_steps is not None and self.step >= self.num_steps)
+
+    def _plan(self, step_s: float) -> int:
+        """Number of steps that the minutes allow, judged by a step and a validation."""
+        assert self.config.max_minutes is not None
+        begin = time.monotonic()
+        self.validate()
+        validation_s = time.monotonic() - begin
+        left_s = _SLACK * 60.0 * self.config.max_minutes - self.elapsed_s - validation_s
+        return self.step + self.config.planned_steps(left_s, step_s, validation_s)
+
+    def _check(self, observer: Observer, validations: ValidationLog) -> None:
+        """Validate, and keep the weights if they are the best so far."""
         result = self.validate()
+        if self.best.observe(self.step, result):
+            save_weights(self._trained, self.work_folder / _BEST_FILE)
+        validations.write(ValidationRecord(self.step, result.recall, result.chain_length, result.tree_length))
         observer.on_validation(self.step, result)
-        return result
 
     def validate(self) -> Validation:
         """Measure the head on the validation conversations, in the dtype it is trained in."""
         head = copy.deepcopy(self.head).to(self.config.compute_dtype)
-        return validate(self.method, head, self._output, self._validation, self.config.num_levels)
+        return validate(self.method, head, self._output, self._validation, self.config.validation_levels)
 
     def export(self, folder: Path) -> None:
-        """Write the head as it is now; see `TrainingMethod.export`."""
+        """Write the head as it is now, after `run` the best one; see `TrainingMethod.export`."""
         self.method.export(self.head, folder)
 
     def _train_on(self, batch: Batch, begin: float) -> StepRecord:
         share = self.config.rate_share(self.step, self.num_steps)
         self._optimizer.set_rate(share)
-        loss, accuracy = self._objective.compute(batch)
+        loss, accuracy = self._objective.compute(batch, self.step)
         loss.backward()
         self._optimizer.step(self.config.max_grad_norm)
         value = loss.item()
@@ -178,6 +219,10 @@ class HeadTrainer:
             raise RuntimeError(f"step {self.step}: the loss is {value}; start again with a lower learning_rate")
         num_tokens, elapsed_s = batch.token_ids.shape[0], time.monotonic() - begin
         return StepRecord(self.step, value, accuracy.tolist(), share, num_tokens, elapsed_s)
+
+    @property
+    def _trained(self) -> dict[str, nn.Parameter]:
+        return {name: weight for name, weight in self.head.named_parameters() if weight.requires_grad}
 
     def save(self) -> None:
         """Write everything a resumed run needs; the file appears complete or not at all."""
@@ -190,10 +235,9 @@ class HeadTrainer:
                 "num_steps": self.num_steps,
                 "elapsed_s": self.elapsed_s,
                 "shard_names": self._shard_names,
-                "weights": {
-                    name: weight.detach() for name, weight in self.head.named_parameters() if weight.requires_grad
-                },
+                "weights": {name: weight.detach() for name, weight in self._trained.items()},
                 "optimizer": self._optimizer.state(),
+                "best": self.best.state(),
             },
             partial,
         )
@@ -230,4 +274,6 @@ class HeadTrainer:
     def _load_state(self, state: dict[str, Any]) -> None:
         self.head.load_state_dict(state["weights"], strict=False)
         self._optimizer.load_state(state["optimizer"])
+        if "best" in state:
+            self.best.load_state(state["best"])
         self.step, self.num_steps, self.elapsed_s = state["step"], state["num_steps"], state["elapsed_s"]

@@ -39,10 +39,12 @@ def training_time_test(head: DraftHead, features: Tensor, batch: Batch, num_step
         rows = batch.rows(step)
         kept = [piece[:count] for piece, count in zip(
             states.split(batch.num_bases(step - 1)), batch.num_bases(step), strict=True)]  # fmt: skip
-        attention.begin_step(step)
-        token_ids = batch.token_ids.index_select(0, rows + step + 1)
-        positions = batch.positions.index_select(0, rows) + step
-        states = head.step(torch.cat(kept), token_ids, positions, attention)
+        states = torch.cat(kept)
+        if rows.shape[0]:  # else all texts are too short
+            attention.begin_step(step)
+            token_ids = batch.token_ids.index_select(0, rows + step + 1)
+            positions = batch.positions.index_select(0, rows) + step
+            states = head.step(states, token_ids, positions, attention)
         collected.append(states)
     return collected
 
@@ -57,14 +59,16 @@ class ChainAttention:
         self._keys: list[Tensor] = []  # step 0 [B, S, Hkv, D], then [B, Q, Hkv, D] of each step
         self._values: list[Tensor] = []
         longest = max(batch.lengths)
-        self._mask = torch.ones(longest, longest, dtype=torch.bool).triu(1)  # True where hidden
+        self._device = batch.token_ids.device
+        self._mask = torch.ones(longest, longest, dtype=torch.bool, device=self._device).triu(1)  # True where hidden
 
     def begin_step(self, step: int) -> None:
         """The next call brings the bases of `step`."""
         self._step = step
         self._counts = self._batch.num_bases(step)
-        columns = torch.arange(max(self._batch.lengths))
-        bases = torch.tensor(self._batch.first_bases)[:, None] + torch.arange(max(self._counts))  # [B, Q]
+        columns = torch.arange(max(self._batch.lengths), device=self._device)
+        first_bases = torch.tensor(self._batch.first_bases, device=self._device)
+        bases = first_bases[:, None] + torch.arange(max(self._counts), device=self._device)  # [B, Q]
         self._mask = (columns > bases[:, :, None])[:, None, None]  # [B, 1, 1, Q, S]
 
     def __call__(

@@ -11,10 +11,12 @@ import torch
 from safetensors.torch import save_file
 
 from eyas.deployments.train_command import add_train_parser
+from eyas.deployments.train_options import training_config
 from eyas.models.config import DecoderConfig
 from eyas.models.head_loading import load_head
 from eyas.models.target_weights import TargetWeights
 from eyas.training.methods import KINDS
+from eyas.training.objective_options import OBJECTIVES, ObjectiveOptions
 from eyas.training.states import recorded_layers
 from eyas.training.training_log import read_log
 
@@ -54,13 +56,17 @@ def corpus_folder(target: Path, tmp_path: Path) -> Path:
     return tmp_path / "corpus"
 
 
+@pytest.mark.parametrize("objective", OBJECTIVES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_trains_on_a_corpus_that_is_there(
-    kind: str, target: Path, corpus_folder: Path, tmp_path: Path
+    kind: str, objective: str, target: Path, corpus_folder: Path, tmp_path: Path
 ) -> None:
-    """Catches a kind that cannot use the corpus of another, and a head that the server cannot load."""
+    """Catches a kind that cannot use the corpus of another, an objective that the command cannot train by, and a head
+    that the server cannot load."""
     places = ["--out", str(tmp_path / "head"), "--work-dir", str(tmp_path / "work"), "--corpus", str(corpus_folder)]
-    arguments = parse(kind, "--target", str(target), *places, "--steps", "2", "--threads", "1", "--dtype", "float32")
+    how = ["--objective", objective, "--loss-rows", "all", "--feature-noise", "0.1", "--validate-every", "1"]
+    limits = ["--steps", "2", "--threads", "1", "--dtype", "float32"]
+    arguments = parse(kind, "--target", str(target), *places, *how, *limits)
     before = sorted(corpus_folder.iterdir())
     assert arguments.run(arguments) == 0
     assert sorted(corpus_folder.iterdir()) == before
@@ -68,6 +74,7 @@ def test_every_kind_trains_on_a_corpus_that_is_there(
     head = load_head(tmp_path / "head", weights, torch.float32, torch.device("cpu"))
     assert head.max_depth == (4 if kind == "medusa" else None)
     assert (tmp_path / "work" / "training-curve.png").exists()
+    assert len((tmp_path / "work" / "validation.jsonl").read_text().splitlines()) == 2
 
 
 def test_states_of_chats_recorded_or_not(target: Path, tmp_path: Path) -> None:
@@ -117,6 +124,7 @@ def test_a_corpus_that_is_empty_is_refused(target: Path, tmp_path: Path) -> None
         (["mtp", "--loss-vocab", "100"], "draft_vocab", 100),
         (["eagle3", "--draft-vocab", "100"], "draft_vocab", 100),
         (["mtp"], "work_dir", Path("runs/mtp")),
+        (["eagle"], "matrix_lr", 3e-3),
         (["mtp"], "corpus", None),
         (["mtp", "--corpus", "a", "--corpus", "b"], "corpus", [Path("a"), Path("b")]),
         (["eagle", "--states", "online"], "states", "online"),
@@ -125,3 +133,35 @@ def test_a_corpus_that_is_empty_is_refused(target: Path, tmp_path: Path) -> None
 def test_options_of_the_kinds(arguments: list[str], name: str, value: Any) -> None:
     """Catches options of one kind that are lost under another's name, and work folders that two kinds share."""
     assert getattr(parse(*arguments, "--out", "head"), name) == value
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_options_reach_the_run(kind: str) -> None:
+    """Catches an option that is read and then forgotten."""
+    given = {
+        "--objective": ("objective", "tree"),
+        "--tree-width": ("tree_width", 7),
+        "--tree-share": ("tree_share", 0.3),
+        "--loss-rows": ("loss_rows", "all"),
+        "--level-decay": ("level_decay", 0.9),
+        "--feature-noise": ("feature_noise", 0.05),
+        "--batch-tokens": ("tokens_per_batch", 123),
+        "--lr": ("learning_rate", 0.01),
+        "--matrix-lr": ("matrix_rate", 0.02),
+        "--matrix-decay": ("matrix_decay", 0.3),
+        "--validate-every": ("validate_every", 11),
+        "--validation-levels": ("validation_levels", 6),
+        "--patience": ("patience", 2),
+        "--seed": ("seed", 9),
+        "--steps": ("num_steps", 17),
+        "--dtype": ("dtype", "float32"),
+    }
+    plain = training_config(parse(kind, "--out", "head"), 1000, 77)
+    changed = [text for option, (_, value) in given.items() for text in (option, str(value))]
+    config = training_config(parse(kind, "--out", "head", *changed), 1000, 77)
+    for name, value in given.values():
+        assert getattr(config, name) == value
+        assert getattr(plain, name) != value
+    assert plain.objective_options == ObjectiveOptions()
+    assert (plain.max_minutes, plain.draft_vocab_size, plain.max_length) == (60.0, 1000, 77)
+    assert config.max_minutes is None

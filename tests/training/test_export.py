@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from eyas.models.head_loading import load_head
 from eyas.models.target_weights import TargetWeights
 from eyas.training.eagle3_method import Eagle3Method, head_config
 from eyas.training.export import draw_curve
-from eyas.training.training_log import StepRecord, TrainingLog
+from eyas.training.training_log import StepRecord, TrainingLog, ValidationLog, ValidationRecord
 
 
 @pytest.mark.parametrize("aux_layers", [(2, 3, 5), (0, 3), (3, 1, 6)])
@@ -46,13 +47,43 @@ def test_ambiguous_layers_are_refused(target: DecoderConfig) -> None:
         head_config(target, (1, 3, 5), 32)
 
 
-def test_the_curve_is_a_picture(tmp_path: Path) -> None:
-    """Catches a curve that fails on a log cut short by a kill."""
-    log = TrainingLog(tmp_path / "log.jsonl")
+def drawn_lines(log_file: Path, image_file: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[list[float]]]:
+    """Per axes of the curve, the heights of every line."""
+    from matplotlib.figure import Figure
+
+    figures: list[Figure] = []
+
+    def save(figure: Figure, *args: Any, **options: Any) -> None:
+        figures.append(figure)
+        write(figure, *args, **options)
+
+    write = Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", save)
+    draw_curve(log_file, image_file)
+    assert image_file.read_bytes().startswith(b"\x89PNG")
+    return [[list(line.get_ydata()) for line in axes.get_lines()] for axes in figures[0].axes]
+
+
+def test_the_curve_shows_training_and_validation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a curve that fails on a log cut short by a kill, and validations that are not drawn."""
+    log, validations = TrainingLog(tmp_path / "log.jsonl"), ValidationLog(tmp_path / "validation.jsonl")
     for step in range(5):
-        log.write(StepRecord(step, 9.0 - step, [0.1, 0.2], 1.0, 100, float(step)))
+        log.write(StepRecord(step, 9.0, [0.1, 0.2], 1.0, 100, float(step)))
+    for step in (2, 4):
+        recall = [[0.5, 0.6, 0.7, 0.8], [0.3, 0.4, 0.5, 0.6], [0.2, 0.3, 0.4, 0.5]]
+        validations.write(ValidationRecord(step, recall, 1.0 + step, 2.0 + step))
     log.close()
+    validations.close()
     with (tmp_path / "log.jsonl").open("a") as opened:
         opened.write('{"step": 5, "lo')
-    draw_curve(tmp_path / "log.jsonl", tmp_path / "curves" / "training.png")
-    assert (tmp_path / "curves" / "training.png").read_bytes().startswith(b"\x89PNG")
+    lines = drawn_lines(tmp_path / "log.jsonl", tmp_path / "curves" / "training.png", monkeypatch)
+    assert lines[0] == [pytest.approx([9.0] * 5)]
+    assert lines[1] == [pytest.approx([0.1] * 5), pytest.approx([0.2] * 5), [0.5, 0.5], [0.3, 0.3], [0.2, 0.2]]
+    assert lines[2] == [[4.0, 6.0], [3.0, 5.0]]
+
+
+def test_the_curve_of_a_run_without_validations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a run that cannot be drawn before its first validation, or before its first step."""
+    TrainingLog(tmp_path / "log.jsonl").close()
+    lines = drawn_lines(tmp_path / "log.jsonl", tmp_path / "training.png", monkeypatch)
+    assert lines == [[[]], [], [[], []]]

@@ -8,10 +8,12 @@ import pytest
 import torch
 
 from eyas.training.dataset import ComputeStates
+from eyas.training.methods import KINDS
+from eyas.training.objective_options import OBJECTIVES
 from eyas.training.shard import Shard, save_shard
 from eyas.training.trainer import HeadTrainer
 from eyas.training.training_config import TrainingConfig
-from eyas.training.training_log import StepRecord, read_log
+from eyas.training.training_log import StepRecord, ValidationRecord, read_log, read_records
 from eyas.training.validation import Validation
 
 STOP = 2
@@ -32,6 +34,7 @@ class Recorder:
     def __init__(self) -> None:
         self.records: list[StepRecord] = []
         self.planned: list[int | None] = []
+        self.validations: dict[int, Validation] = {}
 
     def on_step(self, record: StepRecord, num_steps: int | None) -> None:
         self.records.append(record)
@@ -39,6 +42,7 @@ class Recorder:
 
     def on_validation(self, step: int, validation: Validation) -> None:
         self.validation = validation
+        self.validations[step] = validation
 
     @property
     def losses(self) -> list[float]:
@@ -167,6 +171,110 @@ def test_a_killed_run_repeats_the_losses(
     assert resumed.validation == whole.validation
 
 
+NOISY = {"feature_noise": 0.1, "loss_rows": "all", "validate_every": 2, "patience": 3, "num_sampled": 8}
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_killed_run_repeats_noise_validations_and_stop(
+    make_trainer: Any, tmp_path: Path, kind: str, objective: str
+) -> None:
+    """Catches noise drawn anew after a resume, validations that count twice towards patience or stand twice in their
+    log, and a best head taken from beyond the checkpoint.
+
+    Between the last checkpoint, after step 5, and the kill, after step 6, a validation falls due.
+    """
+    options: dict[str, Any] = NOISY | {"kind": kind, "objective": objective}
+    whole, killed, resumed = Recorder(), Recorder(), Recorder()
+    first = make_trainer("whole", **options)
+    result = first.run(whole)
+    assert make_trainer("work", **options, checkpoint_minutes=1e-9).run(killed, stop_after=6) is None
+    second = make_trainer("work", **options)
+    assert second.run(resumed) == result
+    assert killed.losses[:5] + resumed.losses == whole.losses
+    assert len(whole.losses) == 12 or first.best.num_since == 3
+    assert {step: x for step, x in killed.validations.items() if step < 6} | resumed.validations == whole.validations
+    logs = [read_records(ValidationRecord, tmp_path / work / "validation.jsonl") for work in ("whole", "work")]
+    assert logs[0] == logs[1]
+    assert [record.step for record in logs[0]] == sorted(whole.validations)
+    assert first.best.state() == second.best.state()
+    assert all(torch.equal(a, b) for a, b in zip(first.head.parameters(), second.head.parameters(), strict=True))
+
+
+def test_every_step_draws_its_own_noise(make_trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches noise that repeats at every step, or starts again after a resume."""
+    steps: list[int] = []
+
+    def with_noise(features: torch.Tensor, hidden_size: int, std: float, *key: int) -> torch.Tensor:
+        steps.append(key[1])
+        return features
+
+    monkeypatch.setattr("eyas.training.objective.with_noise", with_noise)
+    make_trainer(feature_noise=0.1, checkpoint_minutes=1e-9).run(Recorder(), stop_after=6)
+    make_trainer(feature_noise=0.1).run(Recorder())
+    assert steps == [*range(6), *range(5, 12)]
+
+
+def trained_weights(trainer: HeadTrainer) -> torch.Tensor:
+    trained = [weight.detach().flatten() for weight in trainer.head.parameters() if weight.requires_grad]
+    return torch.cat(trained)
+
+
+def test_patience_ends_training_and_the_best_head_is_kept(
+    make_trainer: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Catches a last head exported in place of the best, patience counted in steps, and a run that goes on when it is
+    started again after it stopped early."""
+    lengths = {2: 1.2, 4: 1.5, 6: 1.4, 8: 1.3, 10: 9.0}
+    weights: dict[int, torch.Tensor] = {}
+
+    def measure(trainer: HeadTrainer) -> Validation:
+        weights[trainer.step] = trained_weights(trainer)
+        return Validation([[0.1] * 4], 1.1, lengths[trainer.step])
+
+    monkeypatch.setattr(HeadTrainer, "validate", measure)
+    options = {"validate_every": 2, "patience": 2}
+    trainer, recorder = make_trainer(**options), Recorder()
+    result = trainer.run(recorder)
+    assert len(recorder.records) == 8
+    assert list(recorder.validations) == [2, 4, 6, 8]
+    assert (trainer.best.step, result) == (4, recorder.validations[4])
+    assert torch.equal(trained_weights(trainer), weights[4])
+    assert not torch.equal(weights[4], weights[8])
+    again, silent = make_trainer(**options), Recorder()
+    assert again.run(silent) == result
+    assert not silent.records
+    assert not silent.validations
+    assert torch.equal(trained_weights(again), weights[4])
+
+
+def test_the_last_head_is_validated_whatever_the_interval(make_trainer: Any) -> None:
+    """Catches a run whose last steps are never measured, and a last step measured twice."""
+    for every, expected in [(5, [5, 10, 12]), (4, [4, 8, 12]), (100, [12])]:
+        recorder = Recorder()
+        make_trainer(f"work-{every}", validate_every=every).run(recorder)
+        assert list(recorder.validations) == expected
+
+
+def test_validations_are_spread_over_the_run() -> None:
+    """Catches validations before a timed run knows its length, and a short run without any."""
+    config = dataclasses.replace(CONFIG, num_steps=None, max_minutes=1.0)
+    assert not any(config.is_validated_after(step, None) for step in range(1, 100))
+    assert sum(config.is_validated_after(step, 1000) for step in range(1, 1001)) == 20
+    assert sum(config.is_validated_after(step, 7) for step in range(1, 8)) == 7
+    assert config.planned_steps(left_s=100.0, step_s=0.5, validation_s=1.0) == 160
+    assert config.planned_steps(left_s=10.0, step_s=0.5, validation_s=1.0) == 0
+    fixed = dataclasses.replace(config, validate_every=2)
+    assert fixed.planned_steps(left_s=100.0, step_s=0.5, validation_s=1.0) == 100
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_levels_beyond_those_trained_are_validated(make_trainer: Any, kind: str) -> None:
+    """Catches a Medusa head asked for heads it has not got, and others measured no deeper than they were trained."""
+    validation = make_trainer(kind=kind, num_steps=1, num_levels=2, validation_levels=9).run(Recorder())
+    assert len(validation.recall) == (2 if kind == "medusa" else 9)
+
+
 def test_other_settings_do_not_resume(make_trainer: Any) -> None:
     """Catches a run that silently goes on with another batch size or rate than it was begun with."""
     make_trainer().run(Recorder())
@@ -209,6 +317,16 @@ def test_rate_rises_then_falls() -> None:
         ("warmup_steps", -1),
         ("matrix_rate", -1.0),
         ("dtype", "float16"),
+        ("objective", "soft"),
+        ("loss_rows", "prompts"),
+        ("tree_width", 0),
+        ("tree_share", 1.1),
+        ("feature_noise", -0.1),
+        ("feature_noise", float("nan")),
+        ("matrix_decay", float("inf")),
+        ("validate_every", 0),
+        ("validation_levels", 0),
+        ("patience", -1),
     ],
 )
 def test_settings_that_cannot_work_are_refused(name: str, value: Any) -> None:

@@ -2,7 +2,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from eyas.training.training_log import StepRecord, TrainingLog, read_log
+from eyas.training.training_log import (
+    StepRecord,
+    TrainingLog,
+    ValidationLog,
+    ValidationRecord,
+    read_log,
+    read_records,
+)
 
 
 def make_record(step: int) -> StepRecord:
@@ -32,3 +39,15 @@ def test_a_new_run_begins_an_empty_log(tmp_path: Path) -> None:
     write(file, 0, range(5))
     write(file, 0, range(2))
     assert read_log(file) == [make_record(step) for step in range(2)]
+
+
+def test_a_resumed_log_has_every_validation_once(tmp_path: Path) -> None:
+    """Catches the validation at the checkpoint dropped, or those after it kept twice."""
+    file = tmp_path / "validation.jsonl"
+    records = [ValidationRecord(step, [[0.1, 0.2, 0.3, 0.4]], 1.2, 1.5 + step) for step in (10, 20, 30, 40)]
+    for num_steps, written in [(0, records[:3]), (20, records[2:])]:
+        log = ValidationLog(file, num_steps)
+        for record in written:
+            log.write(record)
+        log.close()
+    assert read_records(ValidationRecord, file) == records

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from eyas.models.eagle3 import Eagle3Head
-from eyas.training.dataset import Corpus
-from eyas.training.ttt import training_time_test
+from eyas.training.dataset import Batch, Corpus
+from eyas.training.ttt import ChainAttention, training_time_test
 
 NUM_STEPS = 4
 TOLERANCE = 1e-9  # in double precision, so that only the order of sums may differ
@@ -71,6 +71,46 @@ def test_every_step_equals_drafting_one_row_at_a_time(corpus: Corpus, head: Eagl
                 seen[step] += 1
         offset += length
     assert seen == [states.shape[0] for states in steps]
+
+
+@pytest.mark.parametrize("num_kv_heads", [1, 2, 4])
+def test_attention_equals_one_softmax_under_an_explicit_mask(corpus: Corpus, num_kv_heads: int) -> None:
+    """Catches any key seen too many or missed, by the rule of EAGLE-3's training-time test: at step i a query at row t
+    sees step 0's keys up to t of its conversation, and the key of row t itself of each of the steps 1 to i."""
+    batch = corpus.batch(corpus.conversations)
+    num_rows, num_heads, head_dim = sum(batch.lengths), 4, 8
+    owner = [index for index, length in enumerate(batch.lengths) for _ in range(length)]
+    generator = torch.Generator().manual_seed(0)
+    keys, values, attention = [], [], ChainAttention(batch)
+    for step in range(NUM_STEPS):
+        query = torch.randn(num_rows, num_heads, head_dim, generator=generator, dtype=torch.float64)
+        for made in (keys, values):
+            made.append(torch.randn(num_rows, num_kv_heads, head_dim, generator=generator, dtype=torch.float64))
+        if step:
+            attention.begin_step(step)
+        rows = batch.rows(step) if step else torch.arange(num_rows)
+        actual = attention(0, query[rows], keys[step][rows], values[step][rows])
+        mask = torch.full((num_rows, (step + 1) * num_rows), -torch.inf, dtype=torch.float64)
+        for row in range(num_rows):
+            for seen in range(row + 1):
+                if owner[seen] == owner[row]:
+                    mask[row, seen] = 0.0
+            for earlier in range(1, step + 1):
+                mask[row, earlier * num_rows + row] = 0.0
+        for head in range(num_heads):
+            shared = head * num_kv_heads // num_heads
+            all_keys, all_values = (torch.cat([x[:, shared] for x in made]) for made in (keys, values))
+            scores = query[:, head] @ all_keys.T / head_dim**0.5 + mask
+            expected = (scores.softmax(1) @ all_values)[rows]
+            torch.testing.assert_close(actual[:, head], expected, atol=TOLERANCE, rtol=TOLERANCE)
+
+
+def test_steps_beyond_the_shortest_answer_are_empty(corpus: Corpus, head: Eagle3Head) -> None:
+    """Catches more levels than a text has rows, which validation may ask for."""
+    whole = corpus.batch(corpus.conversations[:1])
+    batch = Batch(whole.token_ids[:6], whole.is_answer[:6], whole.features[:6], [6], [4])
+    steps = training_time_test(head, batch.features.double()[:, : 3 * 32], batch, 6)
+    assert [states.shape[0] for states in steps] == [3, 2, 1, 0, 0, 0]
 
 
 def test_gradients_reach_every_weight(corpus: Corpus, head: Eagle3Head) -> None:
