@@ -51,10 +51,7 @@ class RecordLog(Generic[Record]):
     run, with 0, all.
     """
 
-    def __init__(self, record_type: type[Record], file: Path | None, first_dropped: int = 0) -> None:
-        self._opened = None
-        if file is None:
-            return
+    def __init__(self, record_type: type[Record], file: Path, first_dropped: int = 0) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
         kept = [record for record in read_records(record_type, file) if record.step < first_dropped]
         self._opened = file.open("w")
@@ -63,27 +60,25 @@ class RecordLog(Generic[Record]):
 
     def write(self, record: Record) -> None:
         """Append one record; it is on disk when this returns."""
-        if self._opened is not None:
-            self._opened.write(json.dumps(asdict(record)) + "\n")
-            self._opened.flush()
+        self._opened.write(json.dumps(asdict(record)) + "\n")
+        self._opened.flush()
 
     def close(self) -> None:
         """Close the file."""
-        if self._opened is not None:
-            self._opened.close()
+        self._opened.close()
 
 
 class TrainingLog(RecordLog[StepRecord]):
     """The log of the steps, of which `num_steps` are done."""
 
-    def __init__(self, file: Path | None, num_steps: int = 0) -> None:
+    def __init__(self, file: Path, num_steps: int = 0) -> None:
         super().__init__(StepRecord, file, num_steps)
 
 
 class ValidationLog(RecordLog[ValidationRecord]):
     """The log of the validations, the last one after `num_steps` steps at most."""
 
-    def __init__(self, file: Path | None, num_steps: int = 0) -> None:
+    def __init__(self, file: Path, num_steps: int = 0) -> None:
         super().__init__(ValidationRecord, file, num_steps + 1)
 
 
