@@ -9,6 +9,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from eyas.deployments.candidates_command import add_candidates_parser
 from eyas.deployments.corpus_options import (
     add_corpus_options,
     prepare_corpus,
@@ -42,6 +43,7 @@ def add_train_parser(subparsers: Any) -> None:
         add_train_options(parser, kind)
         add_corpus_options(parser)
         parser.set_defaults(run=run_train)
+    add_candidates_parser(kinds)
 
 
 def run_train(args: argparse.Namespace) -> int:

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from eyas.models.catalog import DEFAULT_TARGET
 from eyas.training.objective_options import LOSS_ROWS, OBJECTIVES
-from eyas.training.training_config import DTYPES, TrainingConfig
+from eyas.training.run_config import DTYPES
+from eyas.training.training_config import TrainingConfig
 
 _MEDUSA_HEADS = 4
 _MATRIX_RATES = {"eagle": 3e-3}  # nothing norms what its attention reads: at the rate of the others its states run away

@@ -21,7 +21,7 @@ from eyas.models.tensor_source import TensorSource, read_tensors
 
 DOWN, UP = "efficient_lm_head_down_proj.weight", "efficient_lm_head.weight"
 CANDIDATE_TENSORS = (DOWN, UP)
-_DEFAULT_CANDIDATES = 128
+DEFAULT_CANDIDATES = 128
 
 
 class RowLinear(Linear):
@@ -60,6 +60,11 @@ class CandidateProjection(nn.Module):
         return {DOWN: self.down.weight, UP: self.up.weight}
 
 
+def weights_read(num_rows: int, hidden_size: int, rank: int, num_candidates: int, num_states: int) -> int:
+    """Weights that scoring `num_states` at once reads: both factors, and for each state its own m rows of Vd."""
+    return rank * (hidden_size + num_rows) + min(num_rows, num_states * num_candidates) * hidden_size
+
+
 def read_candidate_projection(
     source: TensorSource,
     config: dict[str, Any],
@@ -84,7 +89,7 @@ def read_candidate_projection(
             raise ValueError(f"num_candidates: {source.origin} holds no low-rank candidate projection to apply it to")
         return None
     wanted = config.get("num_candidates") if options.num_candidates is None else options.num_candidates
-    num_candidates = _DEFAULT_CANDIDATES if wanted is None else int(wanted)
+    num_candidates = DEFAULT_CANDIDATES if wanted is None else int(wanted)
     if num_candidates < 1:
         raise ValueError(f"num_candidates: must be at least 1, got {num_candidates}")
     vocab_size, hidden_size = shape

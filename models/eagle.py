@@ -195,6 +195,10 @@ class EagleHead(DraftHead):
         logits: Tensor = self.output(states)
         return logits if self.config.logit_scale == 1.0 else logits * self.config.logit_scale
 
+    def scored(self, states: Tensor) -> Tensor:
+        """What the output projection reads, `[T, H]`: the states as they are."""
+        return states
+
     def checkpoint_tensors(self) -> dict[str, Tensor]:
         """The head in its authors' layout; what it shares with the target is left out."""
         tensors: dict[str, Tensor] = {"fc.weight": self.fc.weight}

@@ -126,16 +126,16 @@ class Eagle3Head(DraftHead):
     def candidates(self, states: Tensor, levels: range, ranker: Ranker) -> Candidates:
         if self.projection is None:
             return ranker.rank(self.logits(states), self.candidate_ids)
-        scored = self._scored(states)
+        scored = self.scored(states)
         return self.projection.rank(scored, self.output, self.candidate_ids, self.config.logit_scale, ranker)
 
     def logits(self, states: Tensor) -> Tensor:
         """Scores of the draft vocabulary after each state, `[T, Vd]`; column j stands for `candidate_ids[j]`."""
-        logits: Tensor = self.output(self._scored(states))
+        logits: Tensor = self.output(self.scored(states))
         return logits if self.config.logit_scale == 1.0 else logits * self.config.logit_scale
 
-    def _scored(self, states: Tensor) -> Tensor:
-        """What the output projection reads; states of a `norm_output` head are normed already."""
+    def scored(self, states: Tensor) -> Tensor:
+        """What the output projection reads, `[T, H]`; states of a `norm_output` head are normed already."""
         scored: Tensor = states if self.config.norm_output else self.norm(states)
         return scored
 

@@ -15,9 +15,14 @@ _SMOOTHING = 0.9
 
 
 class TrainingProgress:
-    """A live bar: steps, loss, accuracy by level, speed, time left. Use as a context manager and as an `Observer`."""
+    """A live bar: steps, loss, accuracy by level, speed, time left. Use as a context manager and as an `Observer`.
 
-    def __init__(self, console: Console, first_step: int = 0) -> None:
+    Args:
+        measure: what a record's accuracy is called.
+    """
+
+    def __init__(self, console: Console, first_step: int = 0, measure: str = "accuracy") -> None:
+        self._measure = measure
         self._progress = Progress(
             TextColumn("training"),
             BarColumn(),
@@ -51,7 +56,7 @@ class TrainingProgress:
             self._loss = _mix(self._loss, record.loss)
             self._accuracy = [_mix(old, new) for old, new in zip(self._accuracy, record.accuracy, strict=True)]
         self._last = record
-        note = f"loss {self._loss:.3f}  accuracy {_shares(self._accuracy)}  {self._speed:,.0f} tokens/s"
+        note = f"loss {self._loss:.3f}  {self._measure} {_shares(self._accuracy)}  {self._speed:,.0f} tokens/s"
         self._progress.update(self._task, total=num_steps, completed=record.step + 1, note=note)
 
     def on_validation(self, step: int, validation: Validation) -> None:

@@ -50,50 +50,64 @@ def training_time_test(head: DraftHead, features: Tensor, batch: Batch, num_step
 
 
 class ChainAttention:
-    """The `Attention` of a training-time test; call `begin_step` before each step after the first."""
+    """The `Attention` of a training-time test, of any number of layers; call `begin_step` before each step after the
+    first.
+
+    Within a window a query of step k at base t, whose position is t + k, sees no key of step 0 at t + k - window or
+    before, and of its own steps only the last `window`.
+    """
 
     def __init__(self, batch: Batch) -> None:
         self._batch = batch
         self._step = 0
         self._counts = batch.lengths
-        self._keys: list[Tensor] = []  # step 0 [B, S, Hkv, D], then [B, Q, Hkv, D] of each step
-        self._values: list[Tensor] = []
-        longest = max(batch.lengths)
+        # Of each layer: step 0 [B, S, Hkv, D], then [B, Q, Hkv, D] of each step.
+        self._keys: dict[int, list[Tensor]] = {}
+        self._values: dict[int, list[Tensor]] = {}
         self._device = batch.token_ids.device
-        self._mask = torch.ones(longest, longest, dtype=torch.bool, device=self._device).triu(1)  # True where hidden
+        self._columns = torch.arange(max(batch.lengths), device=self._device)
+        self._bases = self._columns[None]  # [1, S], then [B, Q]
 
     def begin_step(self, step: int) -> None:
         """The next call brings the bases of `step`."""
         self._step = step
         self._counts = self._batch.num_bases(step)
-        columns = torch.arange(max(self._batch.lengths), device=self._device)
         first_bases = torch.tensor(self._batch.first_bases, device=self._device)
-        bases = first_bases[:, None] + torch.arange(max(self._counts), device=self._device)  # [B, Q]
-        self._mask = (columns > bases[:, :, None])[:, None, None]  # [B, 1, 1, Q, S]
+        self._bases = first_bases[:, None] + torch.arange(max(self._counts), device=self._device)
 
     def __call__(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions = PLAIN_ATTENTION
     ) -> Tensor:
         """`query [R, Hq, D]`, `key` and `value [R, Hkv, D]` to `[R, Hq, D]`."""
-        if layer or replace(options, scale=None) != PLAIN_ATTENTION:
-            raise ValueError("only heads of one layer with plain attention can be trained by training-time test")
+        if replace(options, scale=None, window=None) != PLAIN_ATTENTION:
+            raise ValueError("heads whose attention has a softcap or sinks cannot be run by training-time test")
         query, key, value = (pad_sequence(x.split(self._counts), batch_first=True) for x in (query, key, value))
-        self._keys.append(key)
-        self._values.append(value)
+        keys, values = self._keys.setdefault(layer, []), self._values.setdefault(layer, [])
+        keys.append(key)
+        values.append(value)
         batch, rows, num_kv_heads, head_dim = key.shape
         scale = head_dim**-0.5 if options.scale is None else options.scale
         grouped = query.view(batch, rows, num_kv_heads, -1, head_dim).permute(0, 2, 3, 1, 4) * scale
-        attended = self._attend(grouped)  # [B, Hkv, G, Q, D]
+        attended = self._attend(grouped, keys, values, options.window)  # [B, Hkv, G, Q, D]
         attended = attended.permute(0, 3, 1, 2, 4).reshape(batch, rows, -1, head_dim)
         return torch.cat([row[:count] for row, count in zip(attended, self._counts, strict=True)])
 
-    def _attend(self, query: Tensor) -> Tensor:
+    def _hidden(self, window: int | None) -> Tensor:
+        """Keys of step 0 that the bases' queries do not see, bool `[1 or B, 1, 1, Q, S]`."""
+        bases = self._bases[:, :, None]
+        hidden = self._columns > bases
+        if window is not None:
+            hidden = hidden | (self._columns <= bases + self._step - window)
+        return hidden[:, None, None]
+
+    def _attend(self, query: Tensor, keys: list[Tensor], values: list[Tensor], window: int | None) -> Tensor:
         batch, num_kv_heads, group, rows, head_dim = query.shape
-        causal_keys, causal_values = (x[0].permute(0, 2, 1, 3) for x in (self._keys, self._values))
+        causal_keys, causal_values = (x[0].permute(0, 2, 1, 3) for x in (keys, values))
         scores = query.flatten(2, 3) @ causal_keys.transpose(2, 3)
-        scores = scores.view(batch, num_kv_heads, group, rows, -1).masked_fill(self._mask, -torch.inf)
+        scores = scores.view(batch, num_kv_heads, group, rows, -1).masked_fill(self._hidden(window), -torch.inf)
+        first_own = 1 if window is None else max(1, self._step - window + 1)
         chain_keys, chain_values = (
-            [x[:, :rows].permute(0, 2, 1, 3)[:, :, None] for x in stored[1:]] for stored in (self._keys, self._values)
+            [x[:, :rows].permute(0, 2, 1, 3)[:, :, None] for x in stored[first_own:]] for stored in (keys, values)
         )  # [B, Hkv, 1, Q, D] each
         own = [(query * key).sum(dim=-1, keepdim=True) for key in chain_keys]
         weights = torch.cat([scores, *own], dim=-1).softmax(dim=-1)

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from eyas.models.candidate_projection import CandidateProjection, RowLinear
+from eyas.models.candidate_projection import CandidateProjection, RowLinear, weights_read
 from eyas.models.config import DecoderConfig
 from eyas.models.eagle import EagleHead
 from eyas.models.eagle3 import Eagle3Head
@@ -131,6 +131,14 @@ def test_factors_over_the_whole_vocabulary_serve_a_reduced_one(tiny_models: Tiny
     up = load_file(folder / "model.safetensors")["efficient_lm_head.weight"]
     assert head.projection is not None
     assert torch.equal(head.projection.up.weight, up[head.candidate_ids])
+
+
+def test_what_is_read_is_counted() -> None:
+    """Catches a saving stated that a drafted level does not have: factors counted once a node, or rows once a level."""
+    num_factor_weights = 8 * 32 + 61 * 8
+    assert weights_read(61, 32, 8, 12, 1) == num_factor_weights + 12 * 32
+    assert weights_read(61, 32, 8, 12, 4) == num_factor_weights + 48 * 32
+    assert weights_read(61, 32, 8, 12, 9) == num_factor_weights + 61 * 32  # no row twice
 
 
 def test_packing_leaves_the_rows_readable() -> None:

@@ -183,6 +183,37 @@ def test_every_eagle_kind_loads_from_a_sidecar(
     assert all(torch.equal(second[name], tensor) for name, tensor in first.items())
 
 
+@pytest.mark.parametrize(("make", "rows"), [("eagle", 61), ("eagle3", 23)])
+def test_factors_of_candidates_round_trip(
+    make: str,
+    rows: int,
+    tiny_models: TinyModels,
+    target: TargetWeights,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Catches a low-rank candidate projection, or how many candidates it finds, lost on the way through a format."""
+    if make == "eagle":
+        plain = tiny_models.eagle_head(target.folder, num_candidates=9)
+    else:
+        plain = tiny_models.head(target.folder, draft_vocab_size=23, num_candidates=9)
+    factors = {"efficient_lm_head_down_proj.weight": (5, 32), "efficient_lm_head.weight": (rows, 5)}
+    folder = tiny_models.changed(plain, factors)
+    source, expected = folder, load_head(folder, target, torch.float32, CPU).state_dict()
+    assert {"projection.up.weight", "projection.down.weight"} <= expected.keys()
+    for out, layout in (("out.heads", "heads"), ("folder", "folder")):
+        path = tmp_path / out
+        args = ["convert", str(source), str(path), "--format", layout, "--target", str(target.folder)]
+        assert run(monkeypatch, *args) == 0
+        check_equal(open_head(path), open_head(folder))
+        head = load_head(path, target, torch.float32, CPU)
+        found = head.state_dict()
+        assert head.max_candidates == 9
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+        source = path
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_folders_keep_the_precision(
     dtype: torch.dtype, medusa_tensors: NewTensors, target: TargetWeights, tmp_path: Path

@@ -1,32 +1,46 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 from torch import Tensor
 
+from eyas.kernels.attention_options import PLAIN_ATTENTION, AttentionOptions
+from eyas.models.config import DecoderConfig
 from eyas.models.eagle3 import Eagle3Head
+from eyas.models.head_loading import load_head
+from eyas.models.target_weights import TargetWeights
 from eyas.training.dataset import Batch, Corpus
 from eyas.training.ttt import ChainAttention, training_time_test
+
+if TYPE_CHECKING:
+    from tests.conftest import TinyModels
 
 NUM_STEPS = 4
 TOLERANCE = 1e-9  # in double precision, so that only the order of sums may differ
 
 
 class GrowingCache:
-    """Attention as a server would do it for one chain: every call's rows are appended and see all rows so far."""
+    """Attention as a server would do it for one chain: every call's rows are appended and see all rows so far, or the
+    last ones within a window."""
 
     def __init__(self) -> None:
-        self.keys: list[Tensor] = []
-        self.values: list[Tensor] = []
+        self.keys: dict[int, list[Tensor]] = {}
+        self.values: dict[int, list[Tensor]] = {}
 
-    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def __call__(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions = PLAIN_ATTENTION
+    ) -> Tensor:
         outputs = []
         for row in range(query.shape[0]):
-            self.keys.append(key[row])
-            self.values.append(value[row])
-            keys, values = torch.stack(self.keys), torch.stack(self.values)  # [L, Hkv, D]
+            all_keys, all_values = self.keys.setdefault(layer, []), self.values.setdefault(layer, [])
+            all_keys.append(key[row])
+            all_values.append(value[row])
+            first = 0 if options.window is None else max(0, len(all_keys) - options.window)
+            keys, values = torch.stack(all_keys[first:]), torch.stack(all_values[first:])  # [L, Hkv, D]
             group = query.shape[1] // keys.shape[1]
             heads = []
             for head in range(query.shape[1]):
@@ -53,9 +67,41 @@ def head(new_eagle3: Callable[..., Eagle3Head]) -> Eagle3Head:
     return new_eagle3(torch.arange(0, 64, 2)).double()
 
 
-@torch.no_grad()
+@pytest.fixture(scope="module")
+def load(tiny_models: TinyModels, target_folder: Path, target: DecoderConfig) -> Callable[..., Eagle3Head]:
+    """Makes a published head of several layers or with a window."""
+
+    def load(num_layers: int, window: int | None) -> Eagle3Head:
+        folder = tiny_models.head(target_folder, draft_vocab_size=32, sliding_window=window)
+        shapes = {"self_attn.q_proj": (32, 32), "self_attn.k_proj": (16, 32), "self_attn.v_proj": (16, 32),
+                  "self_attn.o_proj": (32, 32), "mlp.gate_proj": (40, 32), "mlp.up_proj": (40, 32),
+                  "mlp.down_proj": (32, 40), "input_layernorm": (32,), "post_attention_layernorm": (32,)}  # fmt: skip
+        further = {f"layers.{index}.{n}.weight": shape for index in range(1, num_layers) for n, shape in shapes.items()}
+        weights = TargetWeights(target_folder, target)
+        head = load_head(tiny_models.changed(folder, further), weights, torch.float64, torch.device("cpu"))
+        assert isinstance(head, Eagle3Head)
+        assert head.config.layers.windows == (window,) * num_layers
+        return head
+
+    return load
+
+
 def test_every_step_equals_drafting_one_row_at_a_time(corpus: Corpus, head: Eagle3Head) -> None:
     """Catches a wrong shift, position, mask or own key at any step, and conversations that see each other."""
+    check_against_drafting(corpus, head)
+
+
+@pytest.mark.parametrize(("num_layers", "window"), [(2, None), (1, 1), (1, 2), (1, 3), (2, 6)])
+def test_every_step_of_other_heads_equals_drafting(
+    corpus: Corpus, load: Callable[..., Eagle3Head], num_layers: int, window: int | None
+) -> None:
+    """Catches keys of one layer seen by another, and a window that ends a row early or late, on the true rows or among
+    the head's own steps."""
+    check_against_drafting(corpus, load(num_layers, window))
+
+
+@torch.no_grad()
+def check_against_drafting(corpus: Corpus, head: Eagle3Head) -> None:
     batch = corpus.batch(corpus.conversations)
     features = batch.features.double()[:, : 3 * 32]
     steps = training_time_test(head, features, batch, NUM_STEPS)
