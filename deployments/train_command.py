@@ -57,6 +57,8 @@ def run_train(args: argparse.Namespace) -> int:
         stop_token_id=stop_token(args, target_folder),
         options=args,
     )
+    if args.ray_workers is not None:
+        console.print(f"{args.ray_workers} workers of Ray Train; every step is a line of {args.work_dir / LOG_FILE}")
     result: TrainResult = run_ranks(args, job.run)
     draw_curve(args.work_dir / LOG_FILE, args.work_dir / "training-curve.png")
     Console().print(result_table(result))
