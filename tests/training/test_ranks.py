@@ -178,14 +178,15 @@ def test_a_killed_rank_ends_the_others_and_the_run_resumes(whole: Scene, tmp_pat
     assert len(validation.recall) == CONFIG.validation_levels
 
 
-class Fast:
-    """A clock that runs ten times as fast."""
+class Ticking:
+    """A clock that goes on by so many seconds whenever it is read."""
 
-    def __init__(self) -> None:
-        self._real = time.monotonic
+    def __init__(self, tick_s: float) -> None:
+        self._now_s, self._tick_s = 0.0, tick_s
 
     def __call__(self) -> float:
-        return 10 * self._real()
+        self._now_s += self._tick_s
+        return self._now_s
 
 
 def exchange(scene: Scene, ranks: Ranks) -> None:
@@ -203,9 +204,8 @@ def exchange(scene: Scene, ranks: Ranks) -> None:
         found["differing"] = str(error)
     ranks.broadcast(weights)
     ranks.require_equal(weights)
-    if ranks.rank == 1:
-        time.monotonic = Fast()  # type: ignore[assignment]
-    config = dataclasses.replace(CONFIG, num_steps=None, max_minutes=0.01)
+    time.monotonic = Ticking(0.01 * (1 + ranks.rank))  # type: ignore[assignment]
+    config = dataclasses.replace(CONFIG, num_steps=None, max_minutes=0.02, checkpoint_minutes=0.005)
     trainer = dataclasses.replace(scene, work=scene.work / "minutes", config=config).trainer(ranks)
     trainer.run(Silent())
     found["steps"] = (trainer.num_steps, ranks.total(trainer.step))
@@ -223,5 +223,5 @@ def test_what_ranks_exchange(whole: Scene) -> None:
         assert found["agreed"] == {"rank": 0, "tensor": torch.tensor(7)}
         assert "ranks [1]" in found["differing"]
         num_steps, total = found["steps"]
-        assert total == 2 * num_steps
+        assert total == 2 * num_steps > 2 * 20
         assert found["threads"] == 2
