@@ -11,7 +11,7 @@ from typing import Any
 
 import pydantic
 
-from eyas.deployments.errors import ApiError
+from eyas.deployments.api_error import ApiError
 from eyas.deployments.head_commands import add_convert_parser
 from eyas.deployments.inspect_command import add_inspect_parser
 from eyas.deployments.settings import EngineSettings

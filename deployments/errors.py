@@ -6,7 +6,6 @@ A bad request is told the field and what is wrong with its value; the server's o
 from __future__ import annotations
 
 import difflib
-import json
 import logging
 import math
 from collections.abc import Collection, Mapping, Sequence
@@ -18,45 +17,13 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
+from eyas.deployments.api_error import ApiError
 from eyas.deployments.engine_client import EngineDownError, EngineError, QueueFullError
 
 logger = logging.getLogger("eyas.deployments")
 
 CLIENT_CLOSED_REQUEST = 499
 MAX_REPORTED_PROBLEMS = 5
-
-
-class ApiError(Exception):
-    """An error the client is told about; `message` must make sense to someone who sees nothing else."""
-
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        param: str | None = None,
-        code: str | None = None,
-        *,
-        headers: Mapping[str, str] | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.status = status
-        self.message = message
-        self.param = param
-        self.code = code
-        self.headers = dict(headers or {})
-
-    @property
-    def type(self) -> str:
-        if self.status == 429:
-            return "rate_limit_error"
-        return "server_error" if self.status >= 500 else "invalid_request_error"
-
-    def body(self) -> dict[str, Any]:
-        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
-
-    def response(self) -> Response:
-        # Escaped to ASCII: a message may quote a request's lone surrogate, which has no UTF-8 form.
-        return Response(json.dumps(self.body()), self.status, self.headers, media_type="application/json")
 
 
 def as_api_error(error: Exception) -> ApiError:

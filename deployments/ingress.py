@@ -16,8 +16,9 @@ from dataclasses import dataclass, field
 from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse, Response
 
+from eyas.deployments.api_error import ApiError
 from eyas.deployments.engine_client import EngineClient, GenerationEvent, GenerationRequest
-from eyas.deployments.errors import ApiError, as_api_error, install_error_handlers
+from eyas.deployments.errors import as_api_error, install_error_handlers
 from eyas.deployments.event_stream import EventStream, run_while_connected
 from eyas.deployments.metrics import Metrics
 from eyas.deployments.middleware import LastResort, RequestIdEcho

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from eyas.deployments.errors import ApiError
+from eyas.deployments.api_error import ApiError
 from eyas.deployments.tokenizer import Tokenizer
 from eyas.training.chat_texts import check_messages
 from eyas.training.text_files import read_json_lines, shown_keys

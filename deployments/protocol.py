@@ -12,7 +12,8 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError, from_json
 
-from eyas.deployments.errors import ApiError, from_validation_problems
+from eyas.deployments.api_error import ApiError
+from eyas.deployments.errors import from_validation_problems
 from eyas.deployments.fields import MessageText, Prompt, StopStrings, TokenId, only
 from eyas.workers.sampling import SamplingParams
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from eyas.deployments.errors import ApiError
+from eyas.deployments.api_error import ApiError
 
 
 class Tokenizer:

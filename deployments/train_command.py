@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,22 +11,16 @@ from rich.console import Console
 from rich.table import Table
 
 from eyas.deployments.candidates_command import add_candidates_parser
-from eyas.deployments.corpus_options import (
-    add_corpus_options,
-    prepare_corpus,
-    stop_token,
-    target_states,
-    text_length,
-)
+from eyas.deployments.corpus_options import add_corpus_options, prepare_corpus, stop_token, text_length
+from eyas.deployments.rank_options import add_rank_options, check_ranks, run_ranks
+from eyas.deployments.train_job import TrainJob, TrainResult
 from eyas.deployments.train_options import add_train_options, training_config
 from eyas.models.catalog import resolve_target
 from eyas.models.config import DecoderConfig
 from eyas.training.export import draw_curve
 from eyas.training.methods import KINDS
-from eyas.training.progress import TrainingProgress
-from eyas.training.trainer import HeadTrainer
 from eyas.training.training_log import LOG_FILE
-from eyas.training.validation import WIDTH, Validation
+from eyas.training.validation import WIDTH
 
 _NAMES = {"eagle3": "an EAGLE-3", "eagle": "an EAGLE-1", "medusa": "a Medusa", "mtp": "an MTP"}
 
@@ -42,47 +37,45 @@ def add_train_parser(subparsers: Any) -> None:
         )
         add_train_options(parser, kind)
         add_corpus_options(parser)
+        add_rank_options(parser)
         parser.set_defaults(run=run_train)
     add_candidates_parser(kinds)
 
 
 def run_train(args: argparse.Namespace) -> int:
     """Carry out `eyas train KIND`; run again with the same arguments, it goes on where it was interrupted."""
+    check_ranks(args)
     console = Console(stderr=True)
     target_folder = resolve_target(args.target)
     target = DecoderConfig.from_folder(target_folder)
     config = training_config(args, target.vocab_size, text_length(args, target))
-    corpus_folders = prepare_corpus(args, target_folder, target, console)
-    torch.set_num_threads(args.threads)
-    trainer = HeadTrainer(
-        config,
-        target_folder,
-        corpus_folders,
-        args.work_dir,
-        stop_token(args, target_folder),
-        compute_states=target_states(args, target_folder) if args.states == "online" else None,
+    corpus_folders = prepare_corpus(args, target_folder, target, console, torch.device(args.device))
+    job = TrainJob(
+        config=config,
+        target=str(target_folder.resolve()) if Path(args.target).exists() else args.target,
+        corpus_folders=tuple(folder.resolve() for folder in corpus_folders),
+        work_folder=args.work_dir.resolve(),
+        out=args.out.resolve(),
+        stop_token_id=stop_token(args, target_folder),
+        options=args,
     )
-    console.print(
-        f"{len(trainer.training)} conversations to train on; the {config.draft_vocab_size} ids the loss is taken over "
-        f"cover {trainer.vocabulary.coverage:.2%} of their answer tokens"
-    )
-    with TrainingProgress(console, trainer.step) as progress:
-        validation = trainer.run(progress)
-    assert validation is not None
-    trainer.export(args.out)
+    if args.ray_workers is not None:
+        console.print(f"{args.ray_workers} workers of Ray Train; every step is a line of {args.work_dir / LOG_FILE}")
+    result: TrainResult = run_ranks(args, job.run)
     draw_curve(args.work_dir / LOG_FILE, args.work_dir / "training-curve.png")
-    Console().print(result_table(trainer, validation))
+    Console().print(result_table(result))
     console.print(f"head written to {args.out}, training curve to {args.work_dir / 'training-curve.png'}")
     return 0
 
 
-def result_table(trainer: HeadTrainer, validation: Validation) -> Table:
+def result_table(result: TrainResult) -> Table:
     """What a head can do, by drafted level, on texts it was not trained on."""
+    validation = result.validation
     speed = (
         f"{validation.chain_length:.2f} tokens per verify step of a chain of {len(validation.recall)}, up to "
         f"{validation.tree_length:.2f} of a tree {WIDTH} wide"
     )
-    steps = f"{trainer.step} steps in {trainer.elapsed_s / 60:.0f} min, the best head after {trainer.best.step}"
+    steps = f"{result.num_steps} steps in {result.elapsed_s / 60:.0f} min, the best head after {result.best_step}"
     table = Table(title=f"{steps}; {speed}")
     table.add_column("level")
     for rank in range(1, len(validation.recall[0]) + 1):

@@ -18,7 +18,7 @@ _SMOOTHING = 0.95
 def write_folder(folder: Path, file_name: str, config: dict[str, Any], tensors: Mapping[str, Tensor]) -> None:
     """Write a published head: its tensors (floating-point ones as bfloat16) and `config.json`."""
     converted = {
-        name: tensor.to(torch.bfloat16 if tensor.is_floating_point() else tensor.dtype)
+        name: tensor.to("cpu", torch.bfloat16 if tensor.is_floating_point() else tensor.dtype)
         for name, tensor in tensors.items()
     }
     save_folder(folder, file_name, config, converted)

@@ -23,6 +23,7 @@ from eyas.models.target_weights import TargetWeights
 Head = TypeVar("Head", bound=DraftHead, covariant=True)
 
 _NOISE = 0.02
+_CPU = torch.device("cpu")
 _ROPE_FIELDS = ("rope_parameters", "rope_theta", "rope_scaling")
 
 
@@ -40,11 +41,11 @@ class TargetOutput:
     eps: float
 
     @staticmethod
-    def load(folder: Path, config: DecoderConfig, dtype: torch.dtype) -> TargetOutput:
+    def load(folder: Path, config: DecoderConfig, dtype: torch.dtype, device: torch.device = _CPU) -> TargetOutput:
         """Read it from the target's folder."""
         return TargetOutput(
-            norm=Checkpoint(folder).read("model.norm.weight", (config.hidden_size,), dtype),
-            weight=TargetWeights(folder, config).output(dtype),
+            norm=Checkpoint(folder).read("model.norm.weight", (config.hidden_size,), dtype).to(device),
+            weight=TargetWeights(folder, config).output(dtype).to(device),
             eps=config.rms_norm_eps,
         )
 
@@ -75,6 +76,7 @@ class NewWeights:
     Args:
         compute_dtype: of tensors that are not trained.
         state_rms: root mean square of a typical last state before the final norm.
+        device: of the head; what it is made of is read and drawn on the CPU, so that it is the same on every device.
     """
 
     def __init__(
@@ -84,10 +86,12 @@ class NewWeights:
         compute_dtype: torch.dtype,
         seed: int,
         state_rms: float = 1.0,
+        device: torch.device = _CPU,
     ) -> None:
         self.target = target
         self.state_rms = state_rms
         self._compute_dtype = compute_dtype
+        self._device = device
         self._shared = TargetWeights(folder, target)
         self._checkpoint = Checkpoint(folder)
         self._generator = torch.Generator().manual_seed(seed)
@@ -120,7 +124,7 @@ class NewWeights:
             load: of the kind, see `HeadKind`.
             frozen: parameters that are the target's; these need no float32 copy.
         """
-        head = load(files, self._shared, HeadOptions(), torch.float32, torch.device("cpu"))
+        head = load(files, self._shared, HeadOptions(), torch.float32, self._device)
         for name, parameter in head.named_parameters():
             parameter.requires_grad_(name not in frozen)
             if name in frozen:

@@ -17,7 +17,7 @@ class StepRecord:
     step: steps done before this one.
     accuracy: per level, how often the favourite is the head's first candidate, see `Objective`.
     rate_share: of the highest learning rates.
-    num_tokens: rows of the batch.
+    num_tokens: rows of the batch, of all ranks together.
     """
 
     step: int

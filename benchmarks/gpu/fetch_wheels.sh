@@ -3,6 +3,7 @@
 #
 #   benchmarks/gpu/fetch_wheels.sh          on a machine with network; needs pip
 #   PIECE_MIB=24 benchmarks/gpu/fetch_wheels.sh
+#   benchmarks/gpu/fetch_wheels.sh msgspec  only these; msgspec is all that train.sh needs
 #
 # Wheels land in benchmarks/gpu/wheels (not under version control), cut into pieces of at most PIECE_MIB MiB: <wheel>.part00,
 # .part01, ... with SHA256SUMS of the whole wheels. For Python 3.12 on x86-64 Linux; torch, triton, transformers, numpy,
@@ -20,6 +21,11 @@ PACKAGES=(
     msgspec==0.23.0
     pyzmq==27.3.0
 )
+if [ $# -gt 0 ]; then
+    for index in "${!PACKAGES[@]}"; do
+        [[ " $* " == *" ${PACKAGES[index]%%==*} "* ]] || unset "PACKAGES[index]"
+    done
+fi
 PLATFORMS=(manylinux_2_28_x86_64 manylinux_2_27_x86_64 manylinux_2_17_x86_64 manylinux2014_x86_64)
 
 rm -rf wheels

@@ -9,8 +9,8 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 import httpx2
 import pytest
 
+from eyas.deployments.api_error import ApiError
 from eyas.deployments.engine_client import EngineHealth, GenerationEvent, GenerationRequest
-from eyas.deployments.errors import ApiError
 from eyas.deployments.ingress import ApiContext, build_api
 from eyas.deployments.metrics import Metrics
 from eyas.deployments.text_stream import TextStream

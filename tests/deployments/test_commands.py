@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from eyas.deployments import commands
-from eyas.deployments.errors import ApiError
+from eyas.deployments.api_error import ApiError
 
 
 def complaint(arguments: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:

@@ -8,8 +8,9 @@ import logging
 import pytest
 from pydantic import BaseModel, ValidationError
 
+from eyas.deployments.api_error import ApiError
 from eyas.deployments.engine_client import EngineDownError, GenerationError, QueueFullError
-from eyas.deployments.errors import ApiError, as_api_error, describe_value, from_validation_problems
+from eyas.deployments.errors import as_api_error, describe_value, from_validation_problems
 
 
 def test_body_has_openai_shape():

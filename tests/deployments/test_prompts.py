@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from eyas.deployments.errors import ApiError
+from eyas.deployments.api_error import ApiError
 from eyas.deployments.prompts import read_prompts
 
 

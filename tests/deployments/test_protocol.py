@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from eyas.deployments.errors import ApiError
+from eyas.deployments.api_error import ApiError
 from eyas.deployments.protocol import ChatCompletionRequest, CompletionRequest, parse_body
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}

@@ -8,7 +8,7 @@ import pytest
 from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import decoders, models, pre_tokenizers, processors
 
-from eyas.deployments.errors import ApiError
+from eyas.deployments.api_error import ApiError
 from eyas.deployments.text_stream import TextStream
 from eyas.deployments.tokenizer import Tokenizer
 
