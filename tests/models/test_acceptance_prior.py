@@ -19,7 +19,7 @@ from torch import Tensor
 from eyas.models.acceptance_prior import FIELD, AcceptancePrior
 from eyas.models.config import DecoderConfig
 from eyas.models.head_files import HeadFiles
-from eyas.models.head_loading import load_head, open_head
+from eyas.models.head_loading import load_head, normalise_head, open_head
 from eyas.models.head_writing import (
     save_prior,
     with_prior,
@@ -79,10 +79,27 @@ def test_siblings_keep_the_order_of_their_head(prior: AcceptancePrior, level: in
 
 def test_curves_are_straight_between_knots_and_parallel_to_raw_scores_below() -> None:
     """Catches an interpolation by the wrong knot or share, and scores that stop falling with the raw ones."""
-    prior = AcceptancePrior(torch.tensor([-4.0, -2.0, 0.0]), torch.tensor([[[-3.0, -1.0, -0.5]]]), None)
+    curves = torch.tensor([[[-3.0, -1.0, -0.5]], [[-6.0, -6.0, -6.0]]])
+    prior = AcceptancePrior(torch.tensor([-4.0, -2.0, 0.0]), curves, None)
     raw = torch.tensor([0.0, -0.5, -1.0, -2.0, -3.0, -4.0, -5.5, -1e4, -INF]).view(-1, 1, 1)
     scores = prior.apply(raw, 1, torch.zeros(9, dtype=torch.bool)).flatten()
     assert scores.tolist() == [-0.5, -0.625, -0.75, -1.0, -2.0, -3.0, -4.5, -9999.0, -INF]
+    assert prior.apply(raw[:1], 2, torch.tensor([False])).item() == -6.0
+
+
+def test_rounding_makes_no_joint_fall() -> None:
+    """Catches a piece that ends a rounding error above where the next one begins."""
+    generator = torch.Generator().manual_seed(3)
+    knots = torch.tensor([-9.21, -6.908, -2.303, -0.693, -0.105, -0.051, 0.0])
+    curves = -torch.rand(1, 400, 7, generator=generator).mul(2).cumsum(2).flip(2)
+    raw = [knots]
+    for _ in range(3):
+        raw = [raw[0].nextafter(torch.tensor(-20.0)), *raw, raw[-1].nextafter(torch.tensor(0.0))]
+    ordered = torch.stack(raw, dim=1).flatten()  # [7 * 7]
+    for rank in range(400):
+        curve = AcceptancePrior(knots, curves[:, rank : rank + 1], None)
+        scores = curve.apply(ordered.view(-1, 1, 1), 1, torch.zeros(49, dtype=torch.bool)).flatten()
+        assert bool((scores.diff() >= 0).all())
 
 
 def test_depths_and_ranks_beyond_the_table_use_the_nearest(new_prior: NewPrior) -> None:
@@ -208,7 +225,7 @@ def test_a_loaded_head_has_its_prior(tiny_models: TinyModels, new_prior: NewPrio
     config[FIELD]["version"] = 9
     (head / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match="acceptance_prior.version: is 9"):
-        load_head(head, target, torch.float32, CPU)
+        normalise_head(open_head(head), target.config)  # what a router looks at, which loads no weights
 
 
 def _eagle3(tiny_models: TinyModels, target: Path, folder: Path) -> Path:

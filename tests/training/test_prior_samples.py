@@ -130,6 +130,10 @@ def test_the_head_shares_the_noise_of_the_target(output: TargetOutput, corpus: C
     assert not torch.equal(samples.log_probs[exists], other.log_probs[exists])
     rows = samples.log_probs[:, 0]
     assert torch.unique(rows, dim=0).shape[0] == rows.shape[0]
+    batch = corpus.batch(corpus.conversations)
+    _, twice = SampleCollector(KnowingHead(output), reader(output), DEPTH, WIDTH, 5).collect([batch, batch])
+    first, second = twice.log_probs[:, 0].chunk(2)
+    assert not torch.isclose(first, second).any()
 
 
 @torch.no_grad()
