@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 import json
 import math
 from dataclasses import asdict
@@ -137,13 +138,18 @@ def test_a_kept_regime_is_fitted_on_all_texts() -> None:
     assert torch.equal(table, fit_curves(samples, KNOTS))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_of_head_is_fitted(kind: str, target_folder: Path, target: DecoderConfig, corpus: Corpus) -> None:
-    """Catches a kind whose states, levels or candidates cannot be run over a corpus, and a report JSON cannot hold."""
-    config, output = TrainingConfig(kind, num_steps=1), TargetOutput.load(target_folder, target, torch.float32)
+def test_every_kind_of_head_is_fitted(
+    kind: str, dtype: torch.dtype, target_folder: Path, target: DecoderConfig, corpus: Corpus
+) -> None:
+    """Catches a kind whose states, levels or candidates cannot be run over a corpus as a trainer does, with a copy of
+    the trained head in another type, and a report that JSON cannot hold."""
+    config, output = TrainingConfig(kind, num_steps=1), TargetOutput.load(target_folder, target, dtype)
     aux_layers = (2, 3, 5)
-    weights = NewWeights(target_folder, target, torch.float32, seed=0)
-    head = training_method(config, aux_layers).new_head(weights, torch.arange(0, 64, 2), 3)
+    weights = NewWeights(target_folder, target, dtype, seed=0)
+    trained = training_method(config, aux_layers).new_head(weights, torch.arange(0, 64, 2), 3)
+    head = copy.deepcopy(trained).to(dtype)
     reader = FeatureReader(aux_layers, target.final_index, output)
     batches = [corpus.batch(corpus.conversations[:3]), corpus.batch(corpus.conversations[3:])]
     fit = fit_prior(head, reader, batches, depth=5, width=4)
