@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from eyas.deployments.inspection import inspect_path
 from eyas.models.acceptance_prior import FIELD, AcceptancePrior
 from eyas.models.config import DecoderConfig
-from eyas.models.head_files import HeadFiles
+from eyas.models.head_files import HeadFiles, HeadOptions
 from eyas.models.head_loading import load_head, normalise_head, open_head
 from eyas.models.head_writing import (
     save_prior,
@@ -303,3 +304,17 @@ def test_speculators_folders_may_hold_one(name: str, new_prior: NewPrior, tmp_pa
     save_file({f"{prefix}fc.weight": torch.zeros(1)}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps(config | {FIELD: new_prior().as_json()}))
     assert open_head(tmp_path).config[FIELD] == new_prior().as_json()
+
+
+@pytest.mark.parametrize("regimes", ["greedy sampled", "sampled", ""])
+def test_an_inspection_tells_which_regimes_are_calibrated(
+    regimes: str, tiny_models: TinyModels, new_prior: NewPrior
+) -> None:
+    """Catches a prior that cannot be seen, and one printed number by number."""
+    folder = tiny_models.target()
+    head = tiny_models.head(folder)
+    assert inspect_path(head, folder, HeadOptions()).fields["acceptance prior"] == "none"
+    save_prior(head, new_prior(regimes=regimes))
+    shown = inspect_path(head, folder, HeadOptions()).fields["acceptance prior"]
+    assert shown == (", ".join(regimes.split()) or "raw scores are kept")
+    assert "greedy" not in inspect_path(head, None, HeadOptions()).fields

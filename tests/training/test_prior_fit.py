@@ -15,6 +15,7 @@ from torch import Tensor
 
 from eyas.models.acceptance_prior import AcceptancePrior
 from eyas.models.config import DecoderConfig
+from eyas.training import prior_fit
 from eyas.training.dataset import Corpus
 from eyas.training.initialisation import NewWeights, TargetOutput
 from eyas.training.methods import KINDS, training_method
@@ -128,6 +129,17 @@ def test_only_better_curves_are_kept(regime: Any, confidence: float, is_kept: bo
     assert list(report.lengths) == [f"{nodes}x{width}" for width in (4, 8) for nodes in (4, 8, 16, 32)]
     if is_kept:
         assert sum(gains) > 0.0
+
+
+@pytest.mark.parametrize(("confidence", "step", "is_kept"), [(1.0, 0.1, False), (2.5, -0.1, False), (2.5, 0.1, True)])
+def test_both_loss_and_length_must_get_better(
+    confidence: float, step: float, is_kept: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a regime kept for longer paths alone, which may be chance, or for a lower loss that shortens them."""
+    lengths = iter([2.0, 2.0 + step] * 2)
+    monkeypatch.setattr(prior_fit, "expected_lengths", lambda *_: [next(lengths)] * 4)
+    _, report = fit_regime(drawn(6000, depth=3, width=4, confidence=confidence), "greedy")
+    assert report.is_kept == is_kept
 
 
 def test_a_kept_regime_is_fitted_on_all_texts() -> None:
