@@ -21,7 +21,13 @@ def add_calibrate_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("calibrate", help="fit what a head's scores are worth, on a corpus of its target")
     parser.add_argument("head", help=f"folder or file of a head, or {DEFAULT_HEAD}")
     parser.add_argument("--target", default=DEFAULT_TARGET, help="the model the head is meant for [%(default)s]")
-    parser.add_argument("--corpus", type=Path, required=True, help="recorded corpus of the target; it is only read")
+    parser.add_argument(
+        "--corpus", type=Path, required=True, help="folder of a corpus of the target, see `eyas train`; it is only read"
+    )
+    parser.add_argument(
+        "--text-encoding", choices=["tokens", "bytes"], default="tokens",
+        help="bytes for a byte-level target, which has no tokenizer [%(default)s]",
+    )  # fmt: skip
     parser.add_argument("--out", type=Path, required=True, help="copy with the prior: a new folder, or a .heads file")
     parser.add_argument("--report", type=Path, help="write the figures as JSON")
     parser.add_argument(
@@ -46,8 +52,8 @@ def run_calibrate(args: argparse.Namespace) -> int:
     """
     import torch
     from rich.console import Console
-    from transformers import AutoTokenizer
 
+    from eyas.deployments.corpus_options import stop_token, target_states
     from eyas.deployments.head_commands import write_head
     from eyas.models.config import DecoderConfig
     from eyas.models.head_loading import load_head, open_head
@@ -57,7 +63,7 @@ def run_calibrate(args: argparse.Namespace) -> int:
     from eyas.training.initialisation import TargetOutput
     from eyas.training.prior_fit import fit_prior
     from eyas.training.prior_samples import FeatureReader
-    from eyas.training.shard import read_shard, shard_files
+    from eyas.training.shard import holds_states, read_shard, shard_files
     from eyas.training.training_config import DTYPES, TrainingConfig
 
     if min(args.depth, args.width) < 1:
@@ -77,8 +83,10 @@ def run_calibrate(args: argparse.Namespace) -> int:
     source = open_head(shipped_head() if args.head == DEFAULT_HEAD else Path(args.head).expanduser())
     head = load_head(source.path, TargetWeights(folder, target), dtype, device)
     defaults = TrainingConfig("eagle3", num_steps=1)
-    stop_token_id = int(AutoTokenizer.from_pretrained(folder).eos_token_id)
-    corpus = Corpus([read_shard(file) for file in files], defaults.max_length, stop_token_id)
+    compute_states = None if all(holds_states(file) for file in files) else target_states(args, folder, device)
+    max_length = min(defaults.max_length, target.max_positions)
+    shards = [read_shard(file) for file in files]
+    corpus = Corpus(shards, max_length, stop_token(args, folder), compute_states)
     _, validation = corpus.split(args.validation_share)
     ordered = sorted(validation, key=lambda item: item.length)
     batches = [corpus.batch(group) for group in make_batches(ordered, defaults.tokens_per_batch)]

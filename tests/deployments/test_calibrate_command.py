@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from eyas.deployments.calibrate_command import add_calibrate_parser
 from eyas.deployments.head_commands import add_convert_parser
@@ -24,14 +23,6 @@ if TYPE_CHECKING:
 LENGTHS, PROMPT_TOKENS = [12, 9, 14, 10, 13, 11], 3
 
 
-class StopAtTwo:
-    eos_token_id = 2
-
-    @staticmethod
-    def from_pretrained(folder: Path) -> StopAtTwo:
-        return StopAtTwo()
-
-
 def run(*arguments: object) -> int:
     parser = argparse.ArgumentParser()
     commands = parser.add_subparsers()
@@ -43,8 +34,7 @@ def run(*arguments: object) -> int:
 
 
 @pytest.fixture
-def target(tiny_models: TinyModels, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(sys.modules["transformers"], "AutoTokenizer", StopAtTwo)
+def target(tiny_models: TinyModels) -> Path:
     return tiny_models.target(num_hidden_layers=6)
 
 
@@ -75,7 +65,7 @@ def test_a_copy_with_the_prior_is_written(name: str, target: Path, corpus: Path,
     """Catches a head changed in place, a copy that lost weights or the prior, and figures that are not written."""
     before = (head / "config.json").read_text()
     out, report = tmp_path / name, tmp_path / "report.json"
-    places = ("--target", target, "--corpus", corpus, "--out", out, "--report", report)
+    places = ("--target", target, "--corpus", corpus, "--out", out, "--report", report, "--text-encoding", "bytes")
     assert run("calibrate", head, *places, "--validation-share", 0.7, "--dtype", "float32", "--width", 4) == 0
     assert (head / "config.json").read_text() == before
     weights = TargetWeights(target, DecoderConfig.from_folder(target))
@@ -107,4 +97,27 @@ def test_what_cannot_work_is_refused(
 ) -> None:
     """Catches a minute of work before a mistyped option is seen, and errors that do not name it."""
     with pytest.raises(ValueError, match=message):
-        run("calibrate", head, "--target", target, "--corpus", corpus, "--out", tmp_path / "out", *arguments)
+        run(
+            "calibrate",
+            head,
+            "--target",
+            target,
+            "--corpus",
+            corpus,
+            "--out",
+            tmp_path / "out",
+            "--text-encoding",
+            "bytes",
+            *arguments,
+        )
+
+
+def test_states_that_a_corpus_lacks_are_computed(target: Path, corpus: Path, head: Path, tmp_path: Path) -> None:
+    """Catches a corpus of `--states online` that could be trained on but not calibrated with."""
+    file = corpus / "shard-00000.safetensors"
+    tensors = load_file(file)
+    del tensors["features"]
+    save_file(tensors, file)
+    places = ("--target", target, "--corpus", corpus, "--out", tmp_path / "out", "--text-encoding", "bytes")
+    assert run("calibrate", head, *places, "--validation-share", 0.7, "--dtype", "float32") == 0
+    assert "acceptance_prior" in open_head(tmp_path / "out").config
