@@ -74,6 +74,15 @@ def test_without_samples_curves_are_the_raw_scores() -> None:
     torch.testing.assert_close(curves, torch.tensor(KNOTS).expand(2, 3, -1), atol=1e-6, rtol=0)
 
 
+def test_candidates_below_the_lowest_knot_say_nothing_about_it() -> None:
+    """Catches hopeless candidates counted as misses of one that is a thousand times likelier."""
+    count = 5000
+    hopeless = PathSamples(
+        torch.full((count, 1, 1), -30.0), torch.full((count, 1), -1), torch.ones(count, 1).bool(), torch.arange(count)
+    )
+    assert float(fit_curves(hopeless, KNOTS)[0, 0, 0]) == pytest.approx(KNOTS[0], abs=1e-5)
+
+
 def test_a_depth_without_samples_is_like_the_one_above() -> None:
     """Catches deep levels that fall back to raw scores while shallow ones are pulled down."""
     samples = drawn(4000, depth=2, power=2.0)
