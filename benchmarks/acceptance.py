@@ -41,6 +41,7 @@ def rows_of(args: argparse.Namespace) -> dict[str, EngineSettings]:
                     "max_batch_size": args.batch,
                     "threads_per_worker": args.threads,
                     "shares_noise": args.candidate_noise == "shared",
+                    "acceptance_prior": not args.raw_scores,
                     **({"head": head} if head and nodes > 1 else {}),
                 }
             )
@@ -58,6 +59,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--candidate-noise", choices=["shared", "none"], default="shared")
+    parser.add_argument("--raw-scores", action="store_true", help="grow trees without the heads' acceptance priors")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--shapes", default="1x0x1,4x3x1,6x5x1,6x3x3,8x3x4,8x4x4,12x4x4,16x5x4")
     parser.add_argument("--out", type=Path, default=None, help="path without ending for JSON and PNG")

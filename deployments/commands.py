@@ -1,4 +1,4 @@
-"""The commands behind `eyas`: serve, demo, generate, bench, train, inspect, convert."""
+"""The commands behind `eyas`: serve, demo, generate, bench, train, inspect, convert, calibrate."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 import pydantic
 
 from eyas.deployments.api_error import ApiError
+from eyas.deployments.calibrate_command import add_calibrate_parser
 from eyas.deployments.head_commands import add_convert_parser
 from eyas.deployments.inspect_command import add_inspect_parser
 from eyas.deployments.settings import EngineSettings
@@ -81,6 +82,7 @@ def _parser() -> argparse.ArgumentParser:
     add_train_parser(commands)
     add_inspect_parser(commands)
     add_convert_parser(commands)
+    add_calibrate_parser(commands)
     return parser
 
 
@@ -120,6 +122,7 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
         "--candidate-noise", choices=["shared", "none"], default="shared",
         help="rank draft candidates with the target's noise, or plainly, to compare [shared]",
     )  # fmt: skip
+    parser.add_argument("--raw-scores", action="store_true", help="grow trees without the head's acceptance prior")
 
 
 def _integers(text: str) -> tuple[int, ...]:
@@ -157,6 +160,7 @@ def settings_of(args: argparse.Namespace, **fixed: Any) -> EngineSettings:
             "threads_per_worker": threads,
             "speculate": not args.no_speculation,
             "shares_noise": args.candidate_noise == "shared",
+            "acceptance_prior": not args.raw_scores,
             "probe": not args.skip_probe,
             "cuda_graphs": not args.eager,
             **fixed,

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from eyas.models.catalog import DEFAULT_HEAD, DEFAULT_TARGET, resolve_target, shipped_head
+
+if TYPE_CHECKING:
+    from eyas.models.head_files import HeadFiles
 
 
 def add_convert_parser(subparsers: Any) -> None:
@@ -26,8 +29,22 @@ def add_convert_parser(subparsers: Any) -> None:
 
 def run_convert(args: argparse.Namespace) -> int:
     """Carry out `eyas convert`."""
-    from eyas.models.config import DecoderConfig
     from eyas.models.head_loading import open_head
+
+    files = open_head(shipped_head() if args.head == DEFAULT_HEAD else Path(args.head).expanduser())
+    out: Path = args.out.expanduser()
+    write_head(out, files, resolve_target(args.target), args.format)
+    print(f"{out}: {files.kind} head, from {files.format} {files.path}")
+    return 0
+
+
+def write_head(out: Path, files: HeadFiles, target_folder: Path, layout: str | None = None) -> None:
+    """Write a head in the layout `heads`, `folder` or `vllm`; None is `heads` for a name that ends so, else `folder`.
+
+    Raises:
+        ValueError: for a head that the layout has no place for.
+    """
+    from eyas.models.config import DecoderConfig
     from eyas.models.head_writing import (
         write_eagle_folder,
         write_heads_file,
@@ -36,17 +53,14 @@ def run_convert(args: argparse.Namespace) -> int:
     )
     from eyas.models.target_weights import TargetWeights
 
-    files = open_head(shipped_head() if args.head == DEFAULT_HEAD else Path(args.head).expanduser())
-    folder = resolve_target(args.target)
-    config = DecoderConfig.from_folder(folder)
-    out: Path = args.out.expanduser()
-    if args.format == "heads":
+    config = DecoderConfig.from_folder(target_folder)
+    if layout is None:
+        layout = "heads" if out.suffix == ".heads" else "folder"
+    if layout == "heads":
         write_heads_file(out, files, config)
-    elif args.format == "vllm":
-        write_vllm_medusa_folder(out, files, TargetWeights(folder, config))
+    elif layout == "vllm":
+        write_vllm_medusa_folder(out, files, TargetWeights(target_folder, config))
     elif files.kind == "medusa":
         write_medusa_folder(out, files, config)
     else:
         write_eagle_folder(out, files, config)
-    print(f"{out}: {files.kind} head, from {files.format} {files.path}")
-    return 0

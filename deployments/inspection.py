@@ -16,6 +16,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from eyas.kernels.attention_options import AttentionOptions
+from eyas.models.acceptance_prior import FIELD, AcceptancePrior
 from eyas.models.checkpoint import Checkpoint
 from eyas.models.config import DecoderConfig
 from eyas.models.head import Candidates, DraftHead
@@ -72,6 +73,7 @@ def inspect_path(path: Path, target_folder: Path | None, options: HeadOptions) -
         found.fields["reads target states"] = list(config.capture)
         found.fields["other plausible readings"] = [list(each) for each in config.plausible_captures[1:]]
         head = load_head(path, TargetWeights(target_folder, target_config), torch.float32, _CPU, options)
+        found.fields["acceptance prior"] = _regimes(head.acceptance_prior)
         num_features = len(config.capture) * target_config.hidden_size
         target_weights = target_pass_weights(target_folder, target_config)
         found.cost = step_weights(head, num_features, extends=False) / target_weights
@@ -79,6 +81,14 @@ def inspect_path(path: Path, target_folder: Path | None, options: HeadOptions) -
     except ValueError as error:
         found.problems.append(str(error))
     return found
+
+
+def _regimes(prior: AcceptancePrior | None) -> str:
+    """Which requests' trees grow by calibrated scores."""
+    if prior is None:
+        return "none"
+    kept = [name for name, curves in (("greedy", prior.greedy), ("sampled", prior.sampled)) if curves is not None]
+    return ", ".join(kept) or "raw scores are kept"
 
 
 class _First:
@@ -161,6 +171,7 @@ def _plain(config: dict[str, Any]) -> dict[str, Any]:
     """Flat, without the raw file, which is on disk to be read."""
     flat: dict[str, Any] = {}
     for name, value in config.items():
-        if name not in ("raw", "plausible_captures", "capture"):  # the last two are told apart from the rest
+        # The captures and the prior are told apart from the rest.
+        if name not in ("raw", "plausible_captures", "capture", FIELD):
             flat |= _plain(value) if isinstance(value, dict) else {name: value}
     return flat

@@ -67,6 +67,9 @@ class EngineSettings(BaseModel):
     max_prefill_tokens: int = Field(512, ge=1, description="prompt tokens processed per step")
     threads_per_worker: int = Field(2, ge=1, description="CPU threads of a target rank, and CPUs per worker")
     shares_noise: bool = Field(True, description="draft with the target's noise; false is plain top-k, to compare")
+    acceptance_prior: bool = Field(
+        True, description="grow trees by the head's calibrated scores, if it has a prior; false takes its raw ones"
+    )
     drafter_threads: int = Field(1, ge=1, description="CPU threads of the drafter's process")
     drafter_gpu_fraction: float = Field(0.1, gt=0, lt=1, description="share of rank 0's GPU kept for the drafter")
 
@@ -118,6 +121,7 @@ class EngineSettings(BaseModel):
             drafter_num_threads=self.drafter_threads,
             tensor_parallel_size=self.tensor_parallel_size,
             shares_noise=self.shares_noise,
+            acceptance_prior=self.acceptance_prior,
             head_options=HeadOptions(self.aux_layers, self.token_map, self.num_candidates),
             tree_choices=None if shape.choices is None else shape.choices.paths,
             gpu_memory_fraction=self.gpu_memory_fraction,

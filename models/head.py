@@ -16,6 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from eyas.models.acceptance_prior import AcceptancePrior
 from eyas.models.attention import Attention
 
 
@@ -70,6 +71,7 @@ class DraftHead(nn.Module, ABC):
         is_path_dependent: False if a level's candidates are the same whatever the level above chose.
         candidate_ids: target ids it can propose, int64 `[Vd]`.
         dtype, device: of its weights and of the features it takes.
+        acceptance_prior: what its scores are turned into before trees grow by them; None for a head without one.
     """
 
     capture: tuple[int, ...]
@@ -80,6 +82,7 @@ class DraftHead(nn.Module, ABC):
     candidate_ids: Tensor
     dtype: torch.dtype
     device: torch.device
+    acceptance_prior: AcceptancePrior | None = None
 
     @property
     def max_candidates(self) -> int:

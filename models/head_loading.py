@@ -9,6 +9,7 @@ from typing import Protocol
 
 import torch
 
+from eyas.models.acceptance_prior import AcceptancePrior
 from eyas.models.config import DecoderConfig
 from eyas.models.eagle import EagleConfig, load_eagle
 from eyas.models.eagle3 import load_eagle3
@@ -96,6 +97,7 @@ def normalise_head(files: HeadFiles, target: DecoderConfig, options: HeadOptions
         ValueError: naming the field; for a field of another type or value than any head has, the file and the reason.
     """
     files.check_base(target)
+    AcceptancePrior.of_config(files.config)
     try:
         return _KINDS[files.kind].normalise(files, target, options or HeadOptions())
     except (TypeError, ArithmeticError, KeyError, AttributeError, ValueError) as error:
@@ -116,4 +118,7 @@ def load_head(
     """
     files = open_head(path)
     normalise_head(files, target.config, options)  # first, because its errors are about the files alone
-    return _KINDS[files.kind].load(files, target, options or HeadOptions(), dtype, device).eval()
+    head = _KINDS[files.kind].load(files, target, options or HeadOptions(), dtype, device).eval()
+    prior = AcceptancePrior.of_config(files.config)
+    head.acceptance_prior = None if prior is None else prior.to(device)
+    return head

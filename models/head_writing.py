@@ -10,6 +10,7 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from eyas.models.config import DecoderConfig
+from eyas.models.acceptance_prior import FIELD, AcceptancePrior
+from eyas.models.config import DecoderConfig, read_json
 from eyas.models.head_files import HeadFiles, HeadOptions, base_of
 from eyas.models.head_loading import normalise_head
 from eyas.models.heads_file import FIRST_OFFSET, INTEGER_TENSORS, MAGIC, MAX_EXACT_INTEGER, PREFIX, VERSION
@@ -94,9 +96,7 @@ def write_medusa_folder(path: Path, files: HeadFiles, target: DecoderConfig) -> 
     if config.logit_scale != 1.0:
         raise ValueError("format: a Medusa folder of the authors' layout has no place for logit_scale; use vllm")
     tensors = {_authors_name(name, config): _read(files, name) for name in files.tensors.names}
-    fields = {"medusa_num_heads": config.num_heads, "medusa_num_layers": config.num_layers}
-    if "base_model_name_or_path" in files.config:
-        fields["base_model_name_or_path"] = files.config["base_model_name_or_path"]
+    fields = {"medusa_num_heads": config.num_heads, "medusa_num_layers": config.num_layers, **_carried(files)}
     _write_folder(path, "medusa_lm_head.safetensors", fields, tensors)
 
 
@@ -119,10 +119,22 @@ def write_vllm_medusa_folder(path: Path, files: HeadFiles, target: TargetWeights
         "medusa_fc_bias": config.has_bias,
         "original_lm_head": config.projection != "own",
         "logit_scale": config.logit_scale,
+        **_carried(files),
     }
-    if "base_model_name_or_path" in files.config:
-        fields["base_model_name_or_path"] = files.config["base_model_name_or_path"]
     _write_folder(path, "model.safetensors", fields, tensors)
+
+
+def with_prior(files: HeadFiles, prior: AcceptancePrior) -> HeadFiles:
+    """The same head with another acceptance prior."""
+    return replace(files, config=files.config | {FIELD: prior.as_json()})
+
+
+def save_prior(folder: Path, prior: AcceptancePrior) -> None:
+    """Put an acceptance prior into the `config.json` of a head's folder, in place of any that is there."""
+    file = folder / "config.json"
+    config = read_json(file) | {FIELD: prior.as_json()}
+    with _appearing(file) as written:
+        written.write_text(json.dumps(config, indent=2) + "\n")
 
 
 def save_folder(folder: Path, file_name: str, config: dict[str, Any], tensors: Mapping[str, Tensor]) -> None:
@@ -131,6 +143,11 @@ def save_folder(folder: Path, file_name: str, config: dict[str, Any], tensors: M
     contiguous = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
     save_file(contiguous, folder / file_name, metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _carried(files: HeadFiles) -> dict[str, Any]:
+    """Fields of Medusa heads that no tensor tells."""
+    return {name: files.config[name] for name in ("base_model_name_or_path", FIELD) if name in files.config}
 
 
 def _medusa_config(files: HeadFiles, target: DecoderConfig) -> MedusaConfig:

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from eyas.models.acceptance_prior import FIELD
 from eyas.models.checkpoint import Checkpoint
 from eyas.models.config import read_json
 from eyas.models.head_files import HeadFiles
@@ -25,7 +26,7 @@ _IN_TARGET = "medusa_head."
 _FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt", "medusa_lm_head.bin")
 _SUFFIXES = (".safetensors", ".pt", ".bin")
 # What else a Medusa config says is in the tensors, where it is right more often.
-_FIELDS = ("vocab_size", "logit_scale", "base_model_name_or_path")
+_FIELDS = ("vocab_size", "logit_scale", "base_model_name_or_path", FIELD)
 _SHARED_IN_VLLM = "lm_heads.0.weight"
 
 
@@ -79,7 +80,8 @@ def _open_target(path: Path, raw: dict[str, Any]) -> HeadFiles | None:
         is_alone = "medusa_num_heads" in raw and any(_AUTHORS.fullmatch(name) for name in source.names)
         return _files(path, source, raw) if is_alone else None
     own = Renamed(source, {name: name for name in source.names if name.startswith(_IN_TARGET)})
-    return HeadFiles("medusa", "Medusa-2 model", path, {}, Renamed(own, _authors_names(own)))
+    config = {FIELD: raw[FIELD]} if FIELD in raw else {}
+    return HeadFiles("medusa", "Medusa-2 model", path, config, Renamed(own, _authors_names(own)))
 
 
 def _files(path: Path, source: TensorSource, raw: dict[str, Any]) -> HeadFiles:

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from eyas.models.acceptance_prior import FIELD
 from eyas.models.checkpoint import Checkpoint
 from eyas.models.config import read_json, require_fields
 from eyas.models.head_files import HeadFiles
@@ -94,6 +95,8 @@ def open_mtp_checkpoint(path: Path) -> HeadFiles | None:
     if "speculators_model_type" in raw:
         return None
     block = raw.get("text_config") or raw
+    if FIELD in raw:
+        block = block | {FIELD: raw[FIELD]}
     layout = next((layout for layout in _IN_CHECKPOINTS if module_indices(names, layout)), None)
     if layout is None:
         promised = next((name for name in _MODULE_COUNTS if block.get(name)), None)
@@ -141,11 +144,13 @@ def mtp_files(path: Path, layout: MtpLayout, block: dict[str, Any], source: Tens
             "checkpoint to bfloat16"
         )
     config = {
-        "block": block,
+        "block": {name: value for name, value in block.items() if name != FIELD},
         "hidden_first": layout.hidden_first,
         "masks_first": layout.masks_first,
         "feeds_back_norm": layout.feeds_back_norm,
     }
+    if FIELD in block:
+        config[FIELD] = block[FIELD]
     return HeadFiles("mtp", layout.format, path, config, tensors)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from transformers import CONFIG_MAPPING
 
+from eyas.models.acceptance_prior import FIELD
 from eyas.models.checkpoint import Checkpoint
 from eyas.models.config import read_json
 from eyas.models.eagle_folder import common_names, with_midlayer
@@ -25,7 +26,7 @@ _REFUSED = {
 }
 _TOP_LEVEL = ("draft_vocab_size", "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output",
               "target_hidden_size", "eagle_aux_hidden_state_layer_ids", "layernorms", "fusion_bias",
-              "num_nextn_predict_layers", "logit_scale")  # fmt: skip
+              "num_nextn_predict_layers", "logit_scale", FIELD)  # fmt: skip
 # Copies of the target's weights that only the training loss reads.
 _TRAINING_ONLY = ("verifier_norm.weight", "verifier_lm_head.weight")
 _EAGLE_NAMES = {

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from eyas.kernels.attention_options import PLAIN_ATTENTION, AttentionOptions
 from eyas.kernels.interpreter import mend_interpreter
+from eyas.models.acceptance_prior import AcceptancePrior
 from eyas.models.parallel import TensorParallel
 
 torch.set_num_threads(1)
@@ -277,3 +278,21 @@ def save_chat_tokenizer() -> Callable[..., None]:
         fast.save_pretrained(folder)
 
     return save
+
+
+@pytest.fixture(scope="session")
+def new_prior() -> Callable[..., AcceptancePrior]:
+    """Makes priors of random curves, far from the raw scores."""
+
+    def make(seed: int = 0, depths: int = 2, ranks: int = 3, regimes: str = "greedy sampled") -> AcceptancePrior:
+        generator = torch.Generator().manual_seed(seed)
+        knots = torch.tensor([-6.0, -3.0, -1.5, -0.5, 0.0])
+        curves = [
+            -torch.rand(depths, ranks, knots.numel(), generator=generator).mul(3).cumsum(2).flip(2) for _ in range(2)
+        ]
+        greedy, sampled = (
+            x if name in regimes else None for x, name in zip(curves, ("greedy", "sampled"), strict=True)
+        )
+        return AcceptancePrior(knots, greedy, sampled)
+
+    return make

@@ -58,7 +58,8 @@ class DraftRunner:
         backends: StepBackends | None = None,
     ) -> None:  # fmt: skip
         """Args:
-        shares_noise: rank candidates under the target's own noise; False is plain top-k, kept for comparison.
+        shares_noise: rank candidates under the target's own noise; False is plain top-k by raw scores, kept for
+            comparison.
         choices: shape of every tree; None grows it from the scores.
         backends: None computes with the reference.
 
@@ -92,7 +93,9 @@ class DraftRunner:
         self.attention = None
         if self.pool is not None and cache is not None:
             self.attention = backends.attention(self.pool.geometry(cache.num_heads))
-        self.drafting = TreeDrafting(head, self.pool, self.attention, self.kernels.fused)
+        # A fixed shape has no use for scores, and the curves are not those of plain candidates under a noisy target.
+        prior = head.acceptance_prior if choices is None and shares_noise else None
+        self.drafting = TreeDrafting(head, self.pool, self.attention, self.kernels.fused, prior)
         self.graphs: DraftGraphs | None = None
 
     @property

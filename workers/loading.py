@@ -62,6 +62,7 @@ class EngineSpec(msgspec.Struct, frozen=True):
         num_pages: pages of every pool; None until they are agreed on from the memory that the weights leave.
         gpu_memory_fraction: see `agree_num_pages`.
         shares_noise: see `DraftRunner`.
+        acceptance_prior: grow trees by the calibrated scores of a head that has a prior; False takes its raw ones.
         attention_backend, kernel_backend: names of `kernels.capabilities`, or `auto`.
         step_limits: sizes the recordings; None only where nothing is recorded.
         cuda_graphs: capture verify passes and draft loops on a CUDA device; False launches every kernel by itself.
@@ -76,6 +77,7 @@ class EngineSpec(msgspec.Struct, frozen=True):
     num_threads: int
     tensor_parallel_size: int = 1
     shares_noise: bool = True
+    acceptance_prior: bool = True
     drafter_num_threads: int = 1
     head_options: HeadOptions = HeadOptions()
     tree_choices: tuple[tuple[int, ...], ...] | None = None
@@ -240,6 +242,8 @@ def load_draft_head(spec: EngineSpec) -> DraftHead | None:
     target = TargetWeights(Path(spec.target_folder), spec.target_config())
     head = load_head(Path(spec.head_folder), target, spec.torch_dtype, torch.device(spec.device), spec.head_options)
     pack_linears(head)
+    if not spec.acceptance_prior:
+        head.acceptance_prior = None
     return head
 
 

@@ -28,6 +28,10 @@ class Rankers(Protocol):
         """For `rows_each` states of each request at each of `levels`, keeping the best `width` of each."""
         ...
 
+    def is_sampled(self, device: torch.device) -> Tensor:
+        """Which requests are ranked under noise, bool `[B]`."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class HostRankers:
@@ -46,6 +50,9 @@ class HostRankers:
             positions=[covered + level for covered in self.covered for _ in range(rows_each) for level in levels],
         )
         return NoiseRanker(rows, width)
+
+    def is_sampled(self, device: torch.device) -> Tensor:
+        return torch.tensor([each.temperature > 0 for each in self.params], dtype=torch.bool, device=device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +79,9 @@ class DeviceRankers:
             perturb=self.perturb,
             width=width,
         )
+
+    def is_sampled(self, device: torch.device) -> Tensor:
+        return self.temperatures > 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ Letters: B requests, W candidates per parent, E nodes of a level to be extended,
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +17,7 @@ from eyas.kernels.attention_backend import AttentionBackend
 from eyas.kernels.fused import REFERENCE, FusedOperations
 from eyas.kernels.grow import TreeGrowth
 from eyas.kernels.static_tree import StaticGrowth
+from eyas.models.acceptance_prior import AcceptancePrior
 from eyas.models.head import DraftHead
 from eyas.workers.kv_pool import KVPool
 from eyas.workers.level_attention import LevelAttention
@@ -45,12 +47,14 @@ class TreeDrafting:
 
     Args:
         pool, backend: None for a head that keeps no cache.
+        prior: turns the head's scores into those that trees grow by; None takes them as they are.
     """
 
     head: DraftHead
     pool: KVPool | None
     backend: AttentionBackend | None
     fused: FusedOperations = REFERENCE
+    prior: AcceptancePrior | None = None
 
     def grow(self, growth: TreeGrowth | StaticGrowth, inputs: DraftInputs, depth: int, rankers: Rankers) -> None:
         """Fill `growth` with `depth` levels; the caller finishes it with its budgets."""
@@ -66,10 +70,12 @@ class TreeDrafting:
         levels = LevelAttention(
             self.head, self.pool, self.backend, inputs.page_table, inputs.covered, inputs.max_covered, self.fused
         )
+        score = self._scorer(rankers, inputs.states.device)
         for level in range(1, depth + 1):
             width, one = growth.num_candidates(level), range(level, level + 1)
             ranked = self.head.candidates(states.flatten(0, 1), one, rankers(one, states.shape[1], width))
             tokens, log_probs = (x.view(batch, -1, width) for x in (ranked.tokens, ranked.log_probs))
+            log_probs = score(log_probs, level)
             frontier = growth.start(tokens[:, 0], log_probs[:, 0]) if level == 1 else growth.expand(tokens, log_probs)
             if level < depth:
                 ranks = frontier.parent_ranks
@@ -84,13 +90,20 @@ class TreeDrafting:
         levels = range(1, depth + 1)
         ranked = self.head.candidates(inputs.states, levels, rankers(levels, 1, max(widths)))
         tokens, log_probs = (x.view(inputs.states.shape[0], depth, -1) for x in (ranked.tokens, ranked.log_probs))
-        frontier = growth.start(tokens[:, 0, : widths[0]], log_probs[:, 0, : widths[0]])
+        score = self._scorer(rankers, inputs.states.device)
+        scores = [score(log_probs[:, level, None, :width], level + 1) for level, width in enumerate(widths)]
+        frontier = growth.start(tokens[:, 0, : widths[0]], scores[0][:, 0])
         for level in range(1, depth):
             shape = (-1, frontier.tokens.shape[1], widths[level])
-            frontier = growth.expand(
-                tokens[:, level, None, : widths[level]].expand(shape),
-                log_probs[:, level, None, : widths[level]].expand(shape),
-            )
+            frontier = growth.expand(tokens[:, level, None, : widths[level]].expand(shape), scores[level].expand(shape))
+
+    def _scorer(self, rankers: Rankers, device: torch.device) -> Callable[[Tensor, int], Tensor]:
+        """From the head's log-probabilities `[B, E, W]` of a level to what its edges count in growth."""
+        prior = self.prior
+        if prior is None or prior.is_identity:
+            return lambda log_probs, level: log_probs
+        is_sampled = rankers.is_sampled(device)
+        return lambda log_probs, level: prior.apply(log_probs, level, is_sampled)
 
 
 def stacked_states(states: list[Tensor | None]) -> Tensor:

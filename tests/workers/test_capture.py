@@ -6,6 +6,7 @@ inside a kernel does not.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -86,13 +87,15 @@ def kernels_run_apart(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, over the garbage in padding rows
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on a CUDA device the graphs themselves are recorded")
 @pytest.mark.parametrize("shape", [TreeShape(6, 3, 2), TreeShape.fixed(TreeChoices.cartesian([2, 1]))])
-def test_recordings_never_touch_the_host(shape: TreeShape, models: Any) -> None:
+def test_recordings_never_touch_the_host(shape: TreeShape, models: Any, new_prior: Any) -> None:
     """Catches a look at a length, a mask as an index, or a list made into a tensor inside a step or a draft."""
     backends = StepBackends(load_kernels("triton"), TritonAttention)
     limits = GraphLimits(2, shape.node_budget, shape.draft_depth, LAYOUT.num_pages, shape.width)
     target = TargetRunner(models.target, LAYOUT, (0, 2), backends)
     target.record_graphs(limits, RefusingRecorder())
-    drafter = DraftRunner(models.random_head, LAYOUT, choices=shape.choices, backends=backends)
+    head = copy.copy(models.random_head)
+    head.acceptance_prior = new_prior(ranks=1)  # fewer than the width, which takes the longest way
+    drafter = DraftRunner(head, LAYOUT, choices=shape.choices, backends=backends)
     drafter.record_graphs(limits, RefusingRecorder())
 
 
