@@ -21,6 +21,7 @@ from rich.table import Table
 
 from eyas.deployments.bench import bench_offline
 from eyas.deployments.settings import EngineSettings
+from eyas.deployments.shapes import parse_shape, shape_settings
 
 FIGURES = ("acceptance_length", "tokens_per_s", "draft_ms", "verify_ms", "other_ms")
 
@@ -30,10 +31,11 @@ def rows_of(args: argparse.Namespace) -> dict[str, EngineSettings]:
     heads = [head.rpartition("=")[::2] for head in args.head] or [("", None)]
     rows = {}
     for name, head in heads:
-        for shape in args.shapes.split(","):
-            nodes, depth, width = (int(part) for part in shape.split("x"))
-            tree = {"node_budget": nodes, "draft_depth": depth, "width": width} if nodes > 1 else {"speculate": False}
-            label = f"{name} {shape}" if name and nodes > 1 else shape
+        for text in args.shapes.split(","):
+            shape = parse_shape(text)
+            drafts = shape.node_budget > 1
+            tree = shape_settings(shape) if drafts else {"speculate": False}
+            label = f"{name} {text}" if name and drafts else text
             rows[label] = EngineSettings.model_validate(
                 {
                     **tree,
@@ -42,7 +44,7 @@ def rows_of(args: argparse.Namespace) -> dict[str, EngineSettings]:
                     "threads_per_worker": args.threads,
                     "shares_noise": args.candidate_noise == "shared",
                     "acceptance_prior": not args.raw_scores,
-                    **({"head": head} if head and nodes > 1 else {}),
+                    **({"head": head} if head and drafts else {}),
                 }
             )
     return rows

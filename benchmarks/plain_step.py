@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
-from eyas.deployments.bench import machine
 from eyas.deployments.local_engine import open_engine
+from eyas.deployments.machine import machine
 from eyas.deployments.offline import OfflineEngine, OfflineRequest
 from eyas.deployments.prompts import read_prompts
 from eyas.deployments.settings import EngineSettings

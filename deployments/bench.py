@@ -8,17 +8,15 @@ prompt's pass and is not counted.
 from __future__ import annotations
 
 import json
-import os
-import platform
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.table import Table
 
 from eyas.deployments.local_engine import open_engine
-from eyas.deployments.offline import OfflineOutput, OfflineRequest, StepTimes
+from eyas.deployments.machine import machine
+from eyas.deployments.offline import OfflineOutput, OfflineRequest, StepTimes, acceptance_length, seeded_requests
 from eyas.deployments.progress import progress_bar
 from eyas.deployments.prompts import read_prompts
 from eyas.deployments.settings import EngineSettings
@@ -42,10 +40,7 @@ def bench_offline(
     with open_engine(settings) as (engine, tokenizer):
         prompts = read_prompts(prompts_file, tokenizer)[:limit]
         stop = frozenset() if ignore_eos else tokenizer.eos_token_ids
-        requests = [
-            OfflineRequest(prompt, SamplingParams(temperature, 1.0, seed + index), max_tokens, stop)
-            for index, prompt in enumerate(prompts)
-        ]
+        requests = seeded_requests(prompts, temperature, seed, max_tokens, stop)
         warm_up = [OfflineRequest(prompts[0], SamplingParams(temperature, 1.0, seed), min(max_tokens, _WARM_UP_TOKENS))]
         engine.generate(warm_up * min(settings.max_batch_size, len(prompts)))
         engine.times = StepTimes()
@@ -75,24 +70,12 @@ def _figures(outputs: list[OfflineOutput], times: StepTimes) -> dict[str, float]
     num_tokens = sum(len(output.token_ids) for output in outputs)
     steps = max(times.num_steps, 1)
     return {
-        "acceptance_length": sum(output.num_step_tokens for output in outputs) / max(num_request_steps, 1),
+        "acceptance_length": acceptance_length(outputs),
         "steps": num_request_steps,
         "tokens_per_s": num_tokens / times.elapsed_s,
         "draft_ms": times.draft_ms / steps,
         "verify_ms": times.verify_ms / steps,
         "other_ms": (times.total_ms - times.draft_ms - times.verify_ms) / steps,
-    }
-
-
-def machine() -> dict[str, Any]:
-    """What the figures were measured on."""
-    return {
-        "cpu": _cpu_model(),
-        "cores": os.cpu_count(),
-        "platform": platform.platform(),
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
     }
 
 
@@ -109,12 +92,3 @@ def print_table(report: dict[str, Any]) -> None:
     for name in ("acceptance_length", "steps", "tokens_per_s", "draft_ms", "verify_ms", "other_ms"):
         table.add_row(name, f"{report[name]:.2f}")
     Console().print(table)
-
-
-def _cpu_model() -> str:
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor()

@@ -1,4 +1,4 @@
-"""The commands behind `eyas`: serve, demo, generate, bench, train, inspect, convert, calibrate."""
+"""The commands behind `eyas`: serve, demo, generate, bench, eval, train, inspect, convert, calibrate."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import pydantic
 
 from eyas.deployments.api_error import ApiError
 from eyas.deployments.calibrate_command import add_calibrate_parser
+from eyas.deployments.eval_command import add_eval_parser
 from eyas.deployments.head_commands import add_convert_parser
 from eyas.deployments.inspect_command import add_inspect_parser
 from eyas.deployments.settings import EngineSettings
@@ -79,6 +80,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_sampling_options(offline)
     offline.set_defaults(run=_bench_offline)
 
+    add_eval_parser(commands)
     add_train_parser(commands)
     add_inspect_parser(commands)
     add_convert_parser(commands)

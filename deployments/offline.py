@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -44,6 +44,25 @@ class OfflineOutput:
         return self.num_step_tokens / self.num_steps if self.num_steps else 0.0
 
 
+def acceptance_length(outputs: Iterable[OfflineOutput]) -> float:
+    """Mean tokens per verify step over several answers; 0 without a step."""
+    num_tokens, num_steps = 0, 0
+    for output in outputs:
+        num_tokens += output.num_step_tokens
+        num_steps += output.num_steps
+    return num_tokens / num_steps if num_steps else 0.0
+
+
+def seeded_requests(
+    prompts: Iterable[list[int]], temperature: float, seed: int, max_tokens: int, stop_token_ids: frozenset[int]
+) -> list[OfflineRequest]:
+    """One request per prompt; prompt i is sampled with `seed + i`."""
+    return [
+        OfflineRequest(prompt, SamplingParams(temperature, 1.0, seed + index), max_tokens, stop_token_ids)
+        for index, prompt in enumerate(prompts)
+    ]
+
+
 @dataclass(slots=True)
 class StepTimes:
     """Accumulated wall time of the verify steps, and of everything."""
@@ -79,14 +98,18 @@ class _Collector:
 
 
 class OfflineEngine:
-    """Generates for lists of prompts; keeps no state between calls."""
+    """Generates for lists of prompts; keeps no state between calls.
+
+    Args:
+        workers: may be exchanged between calls, for others that answer the same plans.
+    """
 
     def __init__(
         self, workers: Workers, allocator: PageAllocator, shape: TreeShape, max_batch_size: int,
         max_prefill_tokens: int = 512, max_positions: int | None = None,
     ) -> None:  # fmt: skip
         """See `Scheduler`."""
-        self._workers = workers
+        self.workers = workers
         self._scheduler = Scheduler(allocator, shape, max_batch_size, max_prefill_tokens, max_positions)
         self._next_id = 0
         self.times = StepTimes()
@@ -122,7 +145,7 @@ class OfflineEngine:
         plan = self._scheduler.plan()
         if plan is None:
             raise RuntimeError("requests are waiting but none can be admitted")
-        result = self._workers.step(plan)
+        result = self.workers.step(plan)
         if result.step != plan.step:  # left over from a call that was interrupted
             raise RuntimeError(f"result of step {result.step} arrived for step {plan.step}")
         self._scheduler.apply(result)

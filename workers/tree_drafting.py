@@ -9,19 +9,29 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from eyas.kernels.attention_backend import AttentionBackend
 from eyas.kernels.fused import REFERENCE, FusedOperations
-from eyas.kernels.grow import TreeGrowth
-from eyas.kernels.static_tree import StaticGrowth
+from eyas.kernels.grow import Frontier
 from eyas.models.acceptance_prior import AcceptancePrior
 from eyas.models.head import DraftHead
 from eyas.workers.kv_pool import KVPool
 from eyas.workers.level_attention import LevelAttention
 from eyas.workers.rankers import Rankers
+
+
+class Growth(Protocol):
+    """What drafting asks of a `TreeGrowth` or `StaticGrowth`."""
+
+    def num_candidates(self, level: int) -> int: ...
+
+    def start(self, tokens: Tensor, log_probs: Tensor) -> Frontier: ...
+
+    def expand(self, tokens: Tensor, log_probs: Tensor) -> Frontier: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,14 +66,14 @@ class TreeDrafting:
     fused: FusedOperations = REFERENCE
     prior: AcceptancePrior | None = None
 
-    def grow(self, growth: TreeGrowth | StaticGrowth, inputs: DraftInputs, depth: int, rankers: Rankers) -> None:
+    def grow(self, growth: Growth, inputs: DraftInputs, depth: int, rankers: Rankers) -> None:
         """Fill `growth` with `depth` levels; the caller finishes it with its budgets."""
         if self.head.is_path_dependent:
             self._grow_paths(growth, inputs, depth, rankers)
         else:
             self._grow_product(growth, inputs, depth, rankers)
 
-    def _grow_paths(self, growth: TreeGrowth | StaticGrowth, inputs: DraftInputs, depth: int, rankers: Rankers) -> None:
+    def _grow_paths(self, growth: Growth, inputs: DraftInputs, depth: int, rankers: Rankers) -> None:
         """Level by level: the head reads what the level above chose."""
         batch = inputs.states.shape[0]
         states = inputs.states[:, None]  # [B, 1, S]
@@ -82,9 +92,7 @@ class TreeDrafting:
                 parent_states = states.gather(1, ranks[:, :, None].expand(-1, -1, states.shape[2]))
                 states = levels.step(parent_states, frontier.tokens, ranks)  # [B, E, S]
 
-    def _grow_product(
-        self, growth: TreeGrowth | StaticGrowth, inputs: DraftInputs, depth: int, rankers: Rankers
-    ) -> None:
+    def _grow_product(self, growth: Growth, inputs: DraftInputs, depth: int, rankers: Rankers) -> None:
         """All levels from one call: a level's candidates are the same under every node of the level above."""
         widths = [growth.num_candidates(level) for level in range(1, depth + 1)]
         levels = range(1, depth + 1)

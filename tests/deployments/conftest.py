@@ -1,19 +1,35 @@
-"""A byte-level tokenizer and an engine without a model, for everything the HTTP surface does."""
+"""What tests share: a byte-level tokenizer and an engine without a model, for everything the HTTP surface does; a
+target and a head that often agree, for what is told about drafts."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import httpx2
 import pytest
+import tokenizers
+import torch
+from tokenizers import pre_tokenizers
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast
 
 from eyas.deployments.api_error import ApiError
 from eyas.deployments.engine_client import EngineHealth, GenerationEvent, GenerationRequest
 from eyas.deployments.ingress import ApiContext, build_api
 from eyas.deployments.metrics import Metrics
 from eyas.deployments.text_stream import TextStream
+from eyas.models.attention import Attention
+from eyas.models.head import Candidates, DraftHead, Ranker
+from eyas.models.target_loading import load_target_decoder
+from eyas.workers.draft import DraftRunner
+from eyas.workers.kv_pool import PoolLayout
+from eyas.workers.local import LocalWorkers
+from eyas.workers.target import TargetRunner
 
 EOS = 256
 CONTEXT_LENGTH = 200
@@ -145,3 +161,73 @@ def sse_chunks(sse_data: Callable[[str], list[str]]) -> Callable[[str], list[dic
         return [json.loads(chunk) for chunk in chunks]
 
     return parse
+
+
+class FollowingHead(DraftHead):
+    """Guesses from the newest token alone; right as often as a target guesses alike that does the same.
+
+    Args:
+        logits: of the token after each token, `[V, V]`.
+    """
+
+    capture = (1,)
+    cache = None
+
+    def __init__(self, logits: Tensor) -> None:
+        super().__init__()
+        self.logits = logits
+        self.state_size = logits.shape[0]
+        self.candidate_ids = torch.arange(logits.shape[0])
+        self.dtype, self.device = torch.float32, logits.device
+
+    def extend(self, features: Tensor, token_ids: Tensor, positions: Tensor, attention: Attention) -> Tensor:
+        return torch.nn.functional.one_hot(token_ids, self.state_size).float()
+
+    def step(self, states: Tensor, token_ids: Tensor, positions: Tensor, attention: Attention) -> Tensor:
+        return self.extend(states, token_ids, positions, attention)
+
+    def candidates(self, states: Tensor, levels: range, ranker: Ranker) -> Candidates:
+        return ranker.rank(states @ self.logits, self.candidate_ids)
+
+
+@dataclass(frozen=True)
+class Following:
+    """A target whose next token depends on the newest one alone, and a head that is right in most cases."""
+
+    target_folder: Path
+    head_folder: Path
+    head: FollowingHead
+
+    def workers(self, layout: PoolLayout) -> LocalWorkers:
+        model = load_target_decoder(self.target_folder, torch.float32, torch.device("cpu"), None)
+        return LocalWorkers(TargetRunner(model, layout, self.head.capture), DraftRunner(self.head, layout))
+
+
+@pytest.fixture(scope="session")
+def following(tiny_models: Any) -> Following:
+    """With a byte tokenizer and a chat template; the head's files are a random head's."""
+    target = tiny_models.target(vocab_size=260, layer_gain=0.0, num_hidden_layers=6, max_position_embeddings=512)
+    _save_byte_tokenizer(target)
+    model = load_target_decoder(target, torch.float32, torch.device("cpu"), None)
+    rows = torch.arange(260)
+    with torch.inference_mode():
+        # No layer adds anything, so that every row may attend to itself alone.
+        logits = model.logits(model(rows, torch.zeros_like(rows), _attend_to_self, ()).hidden)
+    noise = torch.randn(logits.shape, generator=torch.Generator().manual_seed(0))
+    head = FollowingHead(logits + 0.5 * noise)
+    return Following(target, tiny_models.head(target), head)
+
+
+def _attend_to_self(layer: int, query: Tensor, key: Tensor, value: Tensor, options: Any = None) -> Tensor:
+    return value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
+
+
+def _save_byte_tokenizer(folder: Path) -> None:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    rust = tokenizers.Tokenizer(tokenizers.models.BPE(vocab={x: index for index, x in enumerate(alphabet)}, merges=[]))
+    rust.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    rust.decoder = tokenizers.decoders.ByteLevel()
+    rust.add_special_tokens(["<|user|>", "<|assistant|>", "<|end|>"])
+    fast = PreTrainedTokenizerFast(tokenizer_object=rust, eos_token="<|end|>")
+    fast.chat_template = "{% for message in messages %}<|user|>{{ message.content }}{% endfor %}<|assistant|>"
+    fast.save_pretrained(folder)

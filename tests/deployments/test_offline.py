@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from eyas.deployments.offline import OfflineEngine, OfflineRequest
+from eyas.deployments.offline import OfflineEngine, OfflineOutput, OfflineRequest, acceptance_length, seeded_requests
 from eyas.deployments.pages import PageAllocator
 from eyas.deployments.scheduler import TreeShape
 from eyas.workers.messages import AcceptedRun, StepPlan, StepResult
@@ -153,3 +153,19 @@ def test_a_result_of_another_step_is_refused() -> None:
 
     with pytest.raises(RuntimeError, match="result of step 0 arrived for step 1"):
         new_engine(LateWorkers(run_length=2)).generate([request(3, 5)])
+
+
+def test_every_prompt_has_a_seed_of_its_own() -> None:
+    """Catches the same noise under all prompts of a file, and a limit or a stop token lost on the way."""
+    requests = seeded_requests([[1], [2, 3]], 0.5, 7, 9, frozenset({4}))
+    assert requests == [
+        OfflineRequest([1], SamplingParams(0.5, 1.0, 7), 9, frozenset({4})),
+        OfflineRequest([2, 3], SamplingParams(0.5, 1.0, 8), 9, frozenset({4})),
+    ]
+
+
+def test_mean_acceptance_weighs_steps_alike() -> None:
+    """Catches a mean of means, in which a short answer counts as much as a long one."""
+    outputs = [OfflineOutput(0, num_steps=1, num_step_tokens=4), OfflineOutput(1, num_steps=9, num_step_tokens=16)]
+    assert acceptance_length(outputs) == 2.0
+    assert acceptance_length([OfflineOutput(0)]) == 0.0
