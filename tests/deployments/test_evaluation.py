@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import re
+import shutil
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +19,7 @@ from eyas.deployments import commands, evaluation, local_engine
 from eyas.deployments.bench import bench_offline
 from eyas.deployments.settings import EngineSettings
 from eyas.models.head_loading import open_head
+from eyas.models.head_writing import save_prior
 
 if TYPE_CHECKING:
     from tests.conftest import TinyModels
@@ -220,6 +223,21 @@ def test_priors_are_reported_beside_raw_scores(
         assert raw["num_edges"] == used["num_edges"] > 0
         assert [each["num_edges"] for each in raw["buckets"]] != [each["num_edges"] for each in used["buckets"]]
         assert raw["expected_calibration_error"] != used["expected_calibration_error"]
+
+
+def test_priors_can_be_left_out(
+    following: Following, new_prior: Any, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches an option that is parsed and forgotten."""
+    folder = tmp_path / "head"
+    shutil.copytree(following.head_folder, folder)
+    save_prior(folder, new_prior())
+    for options, has_prior in (((), True), (("--raw-scores",), False)):
+        with_prior = dataclasses.replace(following, head_folder=folder)
+        more = ("--shapes", "4x3x1", "--max-tokens", "5", "--limit", "1", *options)
+        report = evaluated(monkeypatch, tmp_path, with_prior, prompts, *more)
+        (shape,) = report["heads"][0]["shapes"]
+        assert (shape["calibration"]["used"] is not None) == report["settings"]["acceptance_prior"] == has_prior
 
 
 def test_texts_end_within_accepted_tokens(
