@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
+from eyas.training.text_files import read_json_lines
 
-def read_categories(file: Path) -> list[str | None]:
-    """The category of each prompt, in order; None where a line names none.
 
-    Args:
-        file: one that `read_prompts` has read, so that every line that is not blank holds a JSON object.
+def read_categories(file: Path, option: str = "--prompts") -> list[str | None]:
+    """The category of each prompt that `read_prompts` reads from the file; None where a line names none.
 
     Raises:
-        ValueError: naming file and line of a category that is no text.
+        ValueError: naming option, file and line of a category that is no text.
     """
     categories: list[str | None] = []
-    for number, line in enumerate(file.read_text(encoding="utf-8").split("\n"), start=1):
-        if not line.strip():
-            continue
-        category = json.loads(line).get("category")
+    for place, entry in read_json_lines(file, option):
+        category = entry.get("category")
         if category is not None and not isinstance(category, str):
-            raise ValueError(f"--prompts: {file}, line {number}: `category` must be a string, got {category!r}")
+            raise ValueError(f"{place} has the category {category!r}; make it a string or leave it out")
         categories.append(category)
     return categories

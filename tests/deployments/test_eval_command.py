@@ -81,7 +81,7 @@ def test_heads_that_cannot_be_used(
 def test_prompts_that_cannot_be_used(following: Following, prompts: Path) -> None:
     """Catches errors of the reader lost on the way, and a target that is none."""
     prompts.write_text('{"category": 3, "prompt": "a"}')
-    with pytest.raises(ValueError, match="line 1: `category` must be a string"):
+    with pytest.raises(ValueError, match="line 1: has the category 3"):
         run(following, prompts)
     with pytest.raises(ValueError, match="model: .* is neither"):
         run(following, prompts, "--target", str(prompts))

@@ -22,5 +22,5 @@ def test_a_category_must_be_text(tmp_path: Path) -> None:
     """Catches numbers and lists that become keys of a report, and an error that does not name the line."""
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"prompt": "a"}\n{"prompt": "b", "category": 3}')
-    with pytest.raises(ValueError, match=r"--prompts: .*prompts.jsonl, line 2: `category` must be a string, got 3"):
+    with pytest.raises(ValueError, match=r"--prompts: .*prompts.jsonl, line 2: has the category 3; make it a string"):
         read_categories(file)
