@@ -75,7 +75,8 @@ class Ablation:
         corpus = self.own if recipe.texts == "own" else [self.work / "outside" / "texts"]
         places = [part for path in corpus for part in ("--corpus", str(path))]
         run("train", recipe.kind, *recipe.options, *places, "--steps", str(steps), "--seed", str(seed),
-            "--threads", str(self.threads), "--validate-every", str(steps), "--work-dir", str(folder),
+            "--threads", str(self.threads), "--validate-every", str(steps), "--skip-calibration",
+            "--work-dir", str(folder),
             "--out", str(folder / "head"))  # fmt: skip
 
     def record_outside(self) -> None:

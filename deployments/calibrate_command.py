@@ -63,8 +63,9 @@ def run_calibrate(args: argparse.Namespace) -> int:
     from eyas.training.initialisation import TargetOutput
     from eyas.training.prior_fit import fit_prior
     from eyas.training.prior_samples import FeatureReader
+    from eyas.training.run_config import DTYPES
     from eyas.training.shard import holds_states, read_shard, shard_files
-    from eyas.training.training_config import DTYPES, TrainingConfig
+    from eyas.training.training_config import TrainingConfig
 
     if min(args.depth, args.width) < 1:
         raise ValueError("--depth, --width: must be at least 1")

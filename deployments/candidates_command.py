@@ -19,7 +19,6 @@ from eyas.deployments.corpus_options import (
     target_states,
     text_length,
 )
-from eyas.deployments.settings import EngineSettings
 from eyas.models.candidate_projection import DEFAULT_CANDIDATES, weights_read
 from eyas.models.catalog import DEFAULT_HEAD, DEFAULT_TARGET, resolve_target, shipped_head
 from eyas.models.config import DecoderConfig
@@ -28,9 +27,9 @@ from eyas.training.candidate_head import FrozenHead
 from eyas.training.candidate_trainer import CandidateRecall, CandidateTrainer
 from eyas.training.progress import TrainingProgress
 from eyas.training.run_config import DTYPES
+from eyas.training.validation import WIDTH
 
 KIND = "candidates"
-_WIDTH: int = EngineSettings.model_fields["width"].default
 
 
 def add_candidates_parser(kinds: Any) -> None:
@@ -67,9 +66,9 @@ def add_candidates_parser(kinds: Any) -> None:
 
 def run_train_candidates(args: argparse.Namespace) -> int:
     """Carry out `eyas train candidates`; run again with the same arguments, it goes on where it was interrupted."""
-    if args.num_candidates < _WIDTH:
+    if args.num_candidates < WIDTH:
         raise ValueError(
-            f"--num-candidates: {args.num_candidates} is fewer than the {_WIDTH} tokens a node of the default tree has"
+            f"--num-candidates: {args.num_candidates} is fewer than the {WIDTH} tokens a node of the default tree has"
         )
     console = Console(stderr=True)
     target_folder = resolve_target(args.target)
@@ -136,7 +135,7 @@ def cost_table(trainer: CandidateTrainer) -> Table:
         table.add_column(name, justify="right")
     num_bytes = output.element_size()
     full = output.numel() * num_bytes
-    for num_nodes in (1, _WIDTH):
+    for num_nodes in (1, WIDTH):
         read = weights_read(num_rows, hidden_size, config.rank, config.num_candidates, num_nodes) * num_bytes
         table.add_row(str(num_nodes), f"{full:,}", f"{read:,}", f"{read / full:.1%}")
     return table

@@ -14,6 +14,7 @@ from eyas.deployments.pages import PageAllocator
 from eyas.deployments.progress import progress_bar
 from eyas.deployments.scheduler import TreeShape
 from eyas.deployments.tokenizer import Tokenizer
+from eyas.training.child_process import end_with_parent
 from eyas.training.corpus import InventedTurns, Questions, UserTurnTemplate, Writer, write_corpus
 from eyas.training.generation import CorpusConfig, GeneratedText, GenerationJob
 from eyas.training.given_prompts import GivenPrompts
@@ -54,6 +55,7 @@ class CorpusJob:
 
 def write_own_corpus(job: CorpusJob) -> None:
     """Run one corpus writer in this process, on one thread: the writers share the cores without waiting on another."""
+    end_with_parent()
     torch.set_num_threads(1)
     config = job.config
     longest = _longest_prompt(job.prompts, config) + config.max_answer_tokens

@@ -10,6 +10,7 @@ from rich.console import Console
 
 from eyas.deployments.corpus_options import ONLINE, target_states
 from eyas.models.catalog import resolve_target
+from eyas.models.head_writing import save_prior
 from eyas.training.progress import TrainingProgress
 from eyas.training.ranks import Ranks
 from eyas.training.shard import shard_files
@@ -76,4 +77,19 @@ class TrainJob:
         assert validation is not None
         if ranks.is_first:
             trainer.export(self.out)
+            if not self.options.skip_calibration:
+                self._calibrate(trainer, console)
         return TrainResult(trainer.step, trainer.best.step, trainer.elapsed_s, validation)
+
+    def _calibrate(self, trainer: HeadTrainer, console: Console) -> None:
+        """Write the head's acceptance prior beside its weights."""
+        if trainer.num_validation_texts < 2:
+            console.print("one text for validation is too little to calibrate scores by; the head keeps its own")
+            return
+        with console.status("calibrating scores"):
+            fit = trainer.fit_prior()
+        save_prior(self.out, fit.prior)
+        for regime, report in (("greedy", fit.greedy), ("sampled", fit.sampled)):
+            before, after = (100 * error for error in report.calibration_error)
+            kept = "calibrated scores are used" if report.is_kept else "no gain, the head keeps its own scores"
+            console.print(f"{regime}: calibration error {before:.1f} % → {after:.1f} %; {kept}")

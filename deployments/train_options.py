@@ -25,6 +25,11 @@ def add_train_options(parser: argparse.ArgumentParser, kind: str) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the corpus, the new weights, the batch order and noise")
     parser.add_argument("--threads", type=int, default=num_cpus, help="threads to train with, of all ranks together")
     parser.add_argument("--dtype", choices=list(DTYPES), default=defaults.dtype, help="what is computed in")
+    parser.add_argument(
+        "--skip-calibration",
+        action="store_true",
+        help="write the head without an acceptance prior, see `eyas calibrate`",
+    )
     _add_objective(parser, kind, defaults)
     _add_schedule(parser, kind, defaults)
 
@@ -98,6 +103,12 @@ def _add_schedule(parser: argparse.ArgumentParser, kind: str, defaults: Training
     )
     group.add_argument("--validate-every", type=int, help="steps between validations; left out, a twentieth of the run")
     group.add_argument(
+        "--validation-share",
+        type=float,
+        default=defaults.validation_share,
+        help="of the conversations, the last ones, which are not trained on",
+    )
+    group.add_argument(
         "--validation-levels",
         type=int,
         default=defaults.validation_levels,
@@ -131,6 +142,7 @@ def training_config(args: argparse.Namespace, vocab_size: int, max_length: int) 
         learning_rate=args.lr,
         matrix_rate=args.matrix_lr,
         matrix_decay=args.matrix_decay,
+        validation_share=args.validation_share,
         validation_levels=args.validation_levels,
         validate_every=args.validate_every,
         patience=args.patience,

@@ -7,7 +7,6 @@ import os
 import pickle
 import signal
 import tempfile
-import threading
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import wait
@@ -17,6 +16,7 @@ from typing import Any
 
 import torch
 
+from eyas.training.child_process import end_with_parent
 from eyas.training.ranks import Ranks, joined_ranks
 
 _GRACE_S = 5.0
@@ -54,7 +54,7 @@ def run_in_processes(work: Callable[[Ranks], Any], num_ranks: int, device: str, 
 
 def _run_rank(rank: int, size: int, device: str, num_threads: int, folder: Path, work: Callable[[Ranks], Any]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a key press reaches all processes; the first one ends the others
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    end_with_parent()
     torch.set_num_threads(num_threads)
     own = torch.device("cuda", rank) if device == "cuda" else torch.device(device)
     try:
@@ -68,13 +68,6 @@ def _run_rank(rank: int, size: int, device: str, num_threads: int, folder: Path,
         os._exit(1)  # what else runs here, such as the watchdog of NCCL, must not keep it alive
     if rank == 0:
         (folder / "result").write_bytes(pickle.dumps(result))
-
-
-def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)
 
 
 def _wait_for_all(processes: list[BaseProcess], folder: Path) -> None:

@@ -24,6 +24,8 @@ from eyas.training.initialisation import NewWeights, TargetOutput
 from eyas.training.methods import training_method
 from eyas.training.objective import Objective
 from eyas.training.optimizer import HeadOptimizer
+from eyas.training.prior_fit import PriorFit, fit_prior
+from eyas.training.prior_samples import FeatureReader
 from eyas.training.ranks import ALONE, Ranks
 from eyas.training.shard import read_shard, shard_files
 from eyas.training.training_config import TrainingConfig
@@ -97,6 +99,7 @@ class HeadTrainer:
         self._shard_names: list[tuple[str, str]] = ranks.agree(found) if state is None else state["shard_names"]
         shards = [read_shard(Path(folder, name)) for folder, name in self._shard_names]
         aux_layers = aux_layers or target.default_aux_layers()
+        self._recorded = (aux_layers, target.final_index)
         expected = (len(aux_layers) + 1) * target.hidden_size
         for (folder, name), shard in zip(self._shard_names, shards, strict=True):
             if shard.features is not None and shard.features.shape[1] != expected:
@@ -226,6 +229,21 @@ class HeadTrainer:
         batches = (batch.to(self.ranks.device) for batch in self._validation)
         levels = self.config.validation_levels
         return self.ranks.agree(validate(self.method, head, self._output, batches, levels))
+
+    @property
+    def num_validation_texts(self) -> int:
+        """Conversations held out; 0 on ranks that do not validate."""
+        return sum(len(batch.lengths) for batch in self._validation)
+
+    def fit_prior(self) -> PriorFit:
+        """Fit the acceptance prior of the head as it is now on the validation conversations; for the first rank.
+
+        Raises:
+            ValueError: if these are too few.
+        """
+        head = copy.deepcopy(self.head).to(self.config.compute_dtype)
+        batches = [batch.to(self.ranks.device) for batch in self._validation]
+        return fit_prior(head, FeatureReader(*self._recorded, self._output), batches)
 
     def export(self, folder: Path) -> None:
         """Write the head as it is now, after `run` the best one; see `TrainingMethod.export`."""

@@ -26,7 +26,15 @@ def main() -> None:
         device="cpu", ranks=1, ray_workers=2, gpus_per_worker=0, ray_address=None, threads=2, work_dir=Path(work)
     )
     check_ranks(args)
-    job = TrainJob(CONFIG, target, (Path(corpus),), Path(work), Path(work, "head"), 2, Namespace(states="recorded"))
+    job = TrainJob(
+        CONFIG,
+        target,
+        (Path(corpus),),
+        Path(work),
+        Path(work, "head"),
+        2,
+        Namespace(states="recorded", skip_calibration=True),
+    )
     print(json.dumps(asdict(run_ranks(args, job.run))))
 
 

@@ -77,6 +77,25 @@ def test_every_kind_trains_on_a_corpus_that_is_there(
     assert len((tmp_path / "work" / "validation.jsonl").read_text().splitlines()) == 2
 
 
+@pytest.mark.parametrize(
+    ("options", "is_fitted"),
+    [(["--validation-share", "0.5"], True), (["--validation-share", "0.5", "--skip-calibration"], False), ([], False)],
+)
+def test_a_trained_head_carries_its_acceptance_prior(
+    options: list[str], is_fitted: bool, target: Path, corpus_folder: Path, tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """Catches a prior that is fitted but not written, one nobody asked for, and a trace where one text is too few."""
+    places = ["--out", str(tmp_path / "head"), "--work-dir", str(tmp_path / "work"), "--corpus", str(corpus_folder)]
+    arguments = parse("eagle3", "--target", str(target), *places, "--steps", "1", "--threads", "1", *options)
+    assert arguments.run(arguments) == 0
+    config = json.loads((tmp_path / "head" / "config.json").read_text())
+    assert ("acceptance_prior" in config) == is_fitted
+    shown = capsys.readouterr().err
+    assert ("calibration error" in shown) == is_fitted
+    assert ("too little to calibrate" in shown) == (not options)
+
+
 def test_states_of_chats_recorded_or_not(target: Path, tmp_path: Path) -> None:
     """Catches an option that does not reach the trainer, and losses that depend on when the states were computed."""
     chats = [

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from eyas.deployments.inspection import inspect_path
+from eyas.models.acceptance_prior import AcceptancePrior
 from eyas.models.candidate_projection import DOWN, UP
 from eyas.models.config import DecoderConfig
 from eyas.models.eagle import EagleHead
@@ -321,7 +322,8 @@ def test_what_the_head_has_of_its_own_is_kept(
     (tmp_path / "own").mkdir()
     save_file(tensors, tmp_path / "own" / "model.safetensors")
     config = json.loads((heads["eagle3"] / "config.json").read_text())
-    (tmp_path / "own" / "config.json").write_text(json.dumps(config | {"acceptance_prior": {}, "num_candidates": 9}))
+    prior = AcceptancePrior(torch.tensor([-1.0, 0.0]), None, None).as_json()
+    (tmp_path / "own" / "config.json").write_text(json.dumps(config | {"acceptance_prior": prior, "num_candidates": 9}))
     trainer = make_trainer(head=tmp_path / "own", num_steps=1)
     assert trainer.head.has_prior
     trainer.run(Recorder())
