@@ -68,9 +68,10 @@ class TrainJob:
             ranks=ranks,
         )
         console = Console(stderr=True, quiet=not ranks.is_first)
+        num_ids, coverage = trainer.vocabulary.token_ids.shape[0], trainer.vocabulary.coverage
         console.print(
-            f"{len(trainer.training)} conversations to train on; the {self.config.draft_vocab_size} ids the loss is "
-            f"taken over cover {trainer.vocabulary.coverage:.2%} of their answer tokens"
+            f"{len(trainer.training)} conversations to train on; the {num_ids:,} ids the head can propose cover "
+            f"{coverage:.2%} of their answer tokens"
         )
         with TrainingProgress(console, trainer.step) as progress:
             validation = trainer.run(progress)

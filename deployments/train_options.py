@@ -72,11 +72,18 @@ def _add_objective(parser: argparse.ArgumentParser, kind: str, defaults: Trainin
     group.add_argument(
         "--level-decay", type=float, default=defaults.level_decay, help="weight of level i, from 0: this to the power i"
     )
-    vocabulary = ("--draft-vocab", "ids the head can propose")
-    if kind != "eagle3":
-        vocabulary = ("--loss-vocab", "ids the loss is taken over; the head can propose all")
+    if kind == "eagle3":
+        group.add_argument(
+            "--draft-vocab",
+            type=int,
+            default=defaults.draft_vocab_size,
+            help="ids the head can propose, the most frequent ones of the answers",
+        )
     group.add_argument(
-        vocabulary[0], dest="draft_vocab", type=int, default=defaults.draft_vocab_size, help=vocabulary[1]
+        "--loss-vocab",
+        type=int,
+        default=defaults.loss_vocab_size,
+        help="ids in the loss of every batch, besides those that occur in it; a sample stands for the rest",
     )
     group.add_argument(
         "--feature-noise",
@@ -128,7 +135,8 @@ def training_config(args: argparse.Namespace, vocab_size: int, max_length: int) 
         kind=args.kind,
         num_steps=args.steps,
         max_minutes=None if args.steps is not None else args.minutes,
-        draft_vocab_size=min(args.draft_vocab, vocab_size),
+        draft_vocab_size=min(getattr(args, "draft_vocab", vocab_size), vocab_size),
+        loss_vocab_size=min(args.loss_vocab, vocab_size),
         tokens_per_batch=args.batch_tokens,
         max_length=max_length,
         num_levels=args.num_levels,

@@ -22,6 +22,8 @@ class Eagle3Method(TrainingMethod[Eagle3Head]):
         default ones of the target.
     """
 
+    has_draft_vocabulary = True
+
     def __init__(self, aux_layers: tuple[int, ...] | None = None) -> None:
         self.aux_layers = aux_layers
 

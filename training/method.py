@@ -27,16 +27,18 @@ class TrainingMethod(ABC, Generic[Head]):
 
     Args:
         cross_entropy_share: what the cross-entropy counts next to `state_loss`.
+        has_draft_vocabulary: whether a head proposes only some of the target's ids.
     """
 
     cross_entropy_share: float = 1.0
+    has_draft_vocabulary: bool = False
 
     @abstractmethod
     def new_head(self, weights: NewWeights, token_ids: Tensor, num_levels: int) -> Head:
         """A trainable float32 head, shared tensors frozen and in the dtype to compute in.
 
         Args:
-            token_ids: what the loss is taken over, strictly increasing, int64.
+            token_ids: of a draft vocabulary, for a kind that has one; strictly increasing, int64.
         """
 
     def inputs(self, states: Tensor, output: TargetOutput) -> Tensor:

@@ -40,9 +40,10 @@ class Objective(nn.Module):
 
     Args:
         output: the target's, in the dtype to compute in.
-        token_ids: what the loss is taken over, strictly increasing ids the head can propose, int64.
-        num_sampled: further ids of those it can propose, drawn anew for every batch. They stand for all the others: a
-            head that never saw these would not know that they are rare, and propose them far too often.
+        token_ids: what the loss is always taken over, strictly increasing ids the head can propose, int64.
+        num_sampled: further ids of those it can propose, drawn anew for every batch. They stand for all that neither
+            are among these nor occur in the batch: a head that never saw these would not know that they are rare, and
+            propose them far too often.
         level_decay: level i counts `level_decay ** i`.
 
     The head keeps float32 weights; each call computes with copies in the dtype of `output`, and gradients reach the
@@ -68,16 +69,12 @@ class Objective(nn.Module):
         self.level_decay = level_decay
         self.options = options
         device, num_candidates = head.candidate_ids.device, head.candidate_ids.shape[0]
-        self._columns = torch.searchsorted(head.candidate_ids, token_ids.to(device))
-        is_other = torch.ones(num_candidates, dtype=torch.bool, device=device)
-        is_other[self._columns] = False
-        self._other_columns = is_other.nonzero().squeeze(1)
+        self._is_other = torch.ones(num_candidates, dtype=torch.bool, device=device)
+        self._is_other[torch.searchsorted(head.candidate_ids, token_ids.to(device))] = False
         self._num_sampled = num_sampled
-        if num_sampled >= self._other_columns.shape[0]:
-            self._columns, self._num_sampled = torch.arange(num_candidates, device=device), 0
-        # Index -1, the unknown token after the last row, finds -1, as does every id that is not always scored.
-        self._column_of = torch.full((output.weight.shape[0] + 1,), -1, device=device)
-        self._column_of[head.candidate_ids[self._columns]] = torch.arange(self._columns.shape[0], device=device)
+        if num_sampled >= int(self._is_other.sum()):
+            self._is_other[:] = False
+        self._columns = (~self._is_other).nonzero().squeeze(1)
         self.num_kept = 0  # rows the loss of the last batch was taken over, at its first level
 
     def compute(self, batch: Batch, step: int = 0) -> tuple[Tensor, Tensor]:
@@ -98,25 +95,29 @@ class Objective(nn.Module):
             batch = whole_texts(batch)
         recorded = batch.features.to(self.output.weight.dtype)
         columns, bias = self.scored_columns(batch)
+        # Index -1, the unknown token after the last row, finds -1, as does every id that the head cannot propose.
+        column_of = torch.full((self.output.weight.shape[0] + 1,), -1, device=columns.device)
+        column_of[self.head.candidate_ids[columns]] = torch.arange(columns.shape[0], device=columns.device)
         compared = batch.rows(0) + 1  # the target rows of level 0; those of level k leave out k per conversation
         with torch.no_grad():
             inputs = method.inputs(recorded, self.output)
             read = self._with_noise(inputs, batch, step)
-            truth, is_kept = self._truth(batch, recorded, columns, bias, compared)
+            emitted = batch.next_ids[compared]
+            truth, is_kept = self._truth(recorded[compared], column_of[emitted], emitted, columns, bias)
             is_foretold = batch.precedes_answer[compared]
             is_kept &= is_foretold
         total, accuracies = torch.zeros((), device=inputs.device), []
+        weights: dict[Tensor, Tensor] = {}  # levels mostly share one projection, whose rows are then taken once
         for level, states in enumerate(method.level_states(self.head, read, batch, self.num_levels)):
             rows = batch.later_rows(level)
             kept = is_kept[rows].nonzero().squeeze(1)
             if level == 0:
                 self.num_kept = kept.shape[0]
-            loss, agrees = self._token_loss(
-                method.projected(self.head, states.index_select(0, kept), level),
-                _rows(method.projection(self.head, level), columns),
-                truth.take(rows[kept]),
-                bias,
-            )
+            projection = method.projection(self.head, level)
+            if projection not in weights:
+                weights[projection] = _rows(projection, columns)
+            projected = method.projected(self.head, states.index_select(0, kept), level)
+            loss, agrees = self._token_loss(projected, weights[projection], truth.take(rows[kept]), bias)
             loss = method.cross_entropy_share * loss
             foretold = is_foretold[rows].nonzero().squeeze(1)
             if foretold.shape[0]:
@@ -134,15 +135,18 @@ class Objective(nn.Module):
         return with_noise(inputs, self.output.norm.shape[0], self.options.feature_noise, *key)
 
     def _truth(
-        self, batch: Batch, recorded: Tensor, columns: Tensor, bias: Tensor, compared: Tensor
+        self, recorded: Tensor, tokens: Tensor, emitted: Tensor, columns: Tensor, bias: Tensor
     ) -> tuple[_Truth, Tensor]:
-        """Of the rows of level 0, and which of them can be in the loss, bool `[R]`."""
-        emitted = batch.next_ids[compared]
-        tokens = self._column_of[emitted]
+        """Of the rows of level 0, and which of them can be in the loss, bool `[R]`.
+
+        Args:
+            recorded: the target's states `[R, (A + 1) * H]`.
+            tokens, emitted: column and id of the token after each, int64 `[R]`; -1 for none.
+        """
         if self.options.name == "hard":
             return _Truth(None, tokens), tokens >= 0
         scored = self.output.restricted(self.head.candidate_ids[columns])
-        logits = scored.logits(recorded[compared, -self.output.norm.shape[0] :])
+        logits = scored.logits(recorded[:, -self.output.norm.shape[0] :])
         return _Truth(target_distribution(logits + bias), logits.argmax(dim=-1)), (tokens >= 0) | (emitted < 0)
 
     def _token_loss(self, states: Tensor, weight: Tensor, truth: _Truth, bias: Tensor) -> tuple[Tensor, Tensor]:
@@ -163,14 +167,26 @@ class Objective(nn.Module):
         resumed run repeats it.
         """
         dtype, device = self.output.weight.dtype, self._columns.device
-        if not self._num_sampled:
-            return self._columns, torch.zeros(self._columns.shape[0], dtype=dtype, device=device)
+        present = self._columns_of(batch.next_ids)
+        always = torch.cat([self._columns, present[self._is_other[present]]])
+        is_left = self._is_other.clone()
+        is_left[present] = False
+        left = is_left.nonzero().squeeze(1)
+        num_sampled = min(self._num_sampled, left.shape[0])
+        bias = torch.zeros(always.shape[0] + num_sampled, dtype=dtype, device=device)
+        if not num_sampled:
+            return always, bias
         generator = torch.Generator("cpu").manual_seed(int(batch.token_ids.sum()))
-        num_others = self._other_columns.shape[0]
-        drawn = torch.randperm(num_others, generator=generator, device="cpu")[: self._num_sampled]
-        bias = torch.zeros(self._columns.shape[0] + self._num_sampled, dtype=dtype, device=device)
-        bias[self._columns.shape[0] :] = math.log(num_others / self._num_sampled)
-        return torch.cat([self._columns, self._other_columns[drawn.to(device)]]), bias
+        drawn = torch.randperm(left.shape[0], generator=generator, device="cpu")[:num_sampled]
+        bias[always.shape[0] :] = math.log(left.shape[0] / num_sampled)
+        return torch.cat([always, left[drawn.to(device)]]), bias
+
+    def _columns_of(self, token_ids: Tensor) -> Tensor:
+        """Columns of the ids that the head can propose, each once, int64."""
+        candidates = self.head.candidate_ids
+        distinct = token_ids.unique()
+        places = torch.searchsorted(candidates, distinct).clamp(max=candidates.shape[0] - 1)
+        return places[candidates[places] == distinct]
 
 
 def whole_texts(batch: Batch) -> Batch:

@@ -111,8 +111,11 @@ class HeadTrainer:
         self.training, validation = self.corpus.split(config.validation_share)
         answers = (self.corpus.answer(conversation) for conversation in self.training)
         required = [] if stop_token_id is None else [stop_token_id]
-        self.vocabulary = choose_vocabulary(count_tokens(answers, target.vocab_size), config.draft_vocab_size, required)
         self.method = training_method(config, aux_layers)
+        counts = count_tokens(answers, target.vocab_size)
+        num_candidates = config.draft_vocab_size if self.method.has_draft_vocabulary else target.vocab_size
+        self.vocabulary = choose_vocabulary(counts, num_candidates, required)
+        loss_ids = choose_vocabulary(counts, min(config.loss_vocab_size, num_candidates), required).token_ids
         sample = self.corpus.batch(make_batches(self.training, _NUM_SAMPLED_ROWS)[0])
         last_states = sample.features[:, -target.hidden_size :].float()
         state_rms = float(last_states.square().mean(dim=1).sqrt().median())
@@ -123,7 +126,7 @@ class HeadTrainer:
             self.method,
             self.head,
             self._output,
-            self.vocabulary.token_ids.to(ranks.device),
+            loss_ids.to(ranks.device),
             config.num_levels,
             config.level_decay,
             config.num_sampled,

@@ -17,8 +17,8 @@ class TrainingConfig(RunConfig):
     Args:
         kind: of head: eagle3, eagle, medusa or mtp. Its levels are steps of the training-time test, or the heads of
             Medusa.
-        draft_vocab_size: target ids the loss is taken over, the most frequent ones of the answers; an EAGLE-3 head can
-            propose no others.
+        draft_vocab_size: target ids an EAGLE-3 head can propose, the most frequent ones of the answers.
+        loss_vocab_size: those the loss of every batch is taken over, the most frequent ones, too.
         num_sampled: ids of the others that stand for them in the loss of a batch, see `Objective`.
         has_own_projection: of Medusa, see `MedusaMethod`.
         objective, tree_width, tree_share, loss_rows, feature_noise: see `ObjectiveOptions`.
@@ -30,6 +30,7 @@ class TrainingConfig(RunConfig):
 
     kind: str
     draft_vocab_size: int = 8192
+    loss_vocab_size: int = 8192
     num_sampled: int = 2048
     has_own_projection: bool = False
     objective: str = "distill"
@@ -45,7 +46,7 @@ class TrainingConfig(RunConfig):
 
     def __post_init__(self) -> None:
         RunConfig.__post_init__(self)  # super() does not find its class in one with slots
-        self.require_whole("draft_vocab_size", "tree_width", "validation_levels", "validate_every")
+        self.require_whole("draft_vocab_size", "loss_vocab_size", "tree_width", "validation_levels", "validate_every")
         self.require_share("tree_share")
         self.require_not_negative("matrix_rate", "matrix_decay", "num_sampled", "feature_noise", "patience")
         for name, known in (("objective", OBJECTIVES), ("loss_rows", LOSS_ROWS)):

@@ -16,7 +16,13 @@ from eyas.deployments.train_job import TrainJob
 from eyas.training.training_config import TrainingConfig
 
 CONFIG = TrainingConfig(
-    kind="eagle3", num_steps=3, draft_vocab_size=32, num_sampled=8, tokens_per_batch=20, dtype="float32"
+    kind="eagle3",
+    num_steps=3,
+    draft_vocab_size=32,
+    loss_vocab_size=24,
+    num_sampled=8,
+    tokens_per_batch=20,
+    dtype="float32",
 )
 
 

@@ -140,7 +140,7 @@ def test_a_corpus_that_is_empty_is_refused(target: Path, tmp_path: Path) -> None
         (["medusa", "--num-heads", "2"], "num_levels", 2),
         (["medusa", "--own-projection"], "own_projection", True),
         (["eagle"], "num_levels", 3),
-        (["mtp", "--loss-vocab", "100"], "draft_vocab", 100),
+        (["mtp", "--loss-vocab", "100"], "loss_vocab", 100),
         (["eagle3", "--draft-vocab", "100"], "draft_vocab", 100),
         (["mtp"], "work_dir", Path("runs/mtp")),
         (["eagle"], "matrix_lr", 3e-3),

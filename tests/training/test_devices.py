@@ -24,8 +24,8 @@ from tests.training.pretended_device import PRETENDED, PretendedDevice, Pretende
 
 STOP = 2
 CONFIG = TrainingConfig(
-    kind="eagle3", num_steps=4, draft_vocab_size=32, num_sampled=8, tokens_per_batch=26, validation_share=0.2,
-    dtype="float32",
+    kind="eagle3", num_steps=4, draft_vocab_size=32, loss_vocab_size=24, num_sampled=8, tokens_per_batch=26,
+    validation_share=0.2, dtype="float32",
 )  # fmt: skip
 
 

@@ -155,16 +155,18 @@ def test_sampled_ids_stand_for_all_the_others(
     corpus: Corpus, target: DecoderConfig, target_folder: Path, output: TargetOutput
 ) -> None:
     """Catches ids sampled twice or from among those always there, a sample that a resumed run would not repeat, and
-    sampled ids that weigh less than those they stand for, which a head would then propose too often."""
+    sampled ids that weigh less than those they stand for, which a head would then propose too often; and tokens of
+    the texts that are left to chance."""
     head = MtpMethod().new_head(NewWeights(target_folder, target, torch.float32, seed=0), DRAFT_IDS, NUM_STEPS)
     batches = [corpus.batch([conversation]) for conversation in corpus.conversations]
     objective = Objective(MtpMethod(), head, output, DRAFT_IDS, NUM_STEPS, STEP_DECAY, num_sampled=8)
     states, totals = torch.randn(5, 32, generator=torch.Generator().manual_seed(3)), []
     for batch in batches:
         columns, bias = objective.scored_columns(batch)
-        sampled = columns[len(DRAFT_IDS) :].tolist()
-        assert columns[: len(DRAFT_IDS)].tolist() == DRAFT_IDS.tolist()
-        assert len(set(sampled)) == 8
+        present = sorted({token for token in batch.next_ids.tolist() if token >= 0 and token % 2})
+        sampled = columns[len(DRAFT_IDS) + len(present) :].tolist()
+        assert columns[: len(DRAFT_IDS) + len(present)].tolist() == [*DRAFT_IDS.tolist(), *present]
+        assert len(set(sampled) - set(present)) == 8
         assert all(token % 2 for token in sampled)
         assert torch.equal(columns, objective.scored_columns(batch)[0])
         totals.append((output.restricted(columns).logits(states) + bias).exp().sum(1))
@@ -278,24 +280,25 @@ def test_a_sampled_id_weighs_for_those_it_stands_for(
     method, batch = MtpMethod(), corpus.batch(corpus.conversations)
     head = method.new_head(NewWeights(target_folder, target, torch.float32, seed=0), DRAFT_IDS, 1)
     options = ObjectiveOptions(name, tree_width=3, tree_share=0.25)
-    objective = Objective(method, head, output, DRAFT_IDS, 1, STEP_DECAY, 8, options)
+    objective = Objective(method, head, output, DRAFT_IDS, 1, STEP_DECAY, 2, options)
     columns, bias = objective.scored_columns(batch)
     assert float(bias.max()) > 1.0
+    column_of = {token: column for column, token in enumerate(columns.tolist())}
     inputs = method.inputs(batch.features.float(), output)
     losses = []
     for state, row in zip(training_time_test(head, inputs, batch, 1)[0], compared_rows(batch, 0), strict=True):
         following = next_token(batch, row)
-        if (following is None and name == "hard") or (following is not None and following % 2):
+        if following is None and name == "hard":
             continue
         true_scores = output.logits(batch.features[row, 96:].float())[columns]
         scores = head.logits(state[None])[0, columns].detach()
         weighed, probs = scores + bias, (true_scores + bias).softmax(0)
-        is_rival = torch.arange(40) != true_scores.argmax()
+        is_rival = torch.arange(columns.shape[0]) != true_scores.argmax()
         order = scores[is_rival].argsort(descending=True)[2:]
         top = (weighed[is_rival][order] - weighed[true_scores.argmax()]).exp().sum().log1p()
         soft = -(probs * weighed.log_softmax(0)).sum()
         if following is not None and name == "hard":
-            losses.append(float(-weighed.log_softmax(0)[following // 2]))
+            losses.append(float(-weighed.log_softmax(0)[column_of[following]]))
         else:
             losses.append(float(soft if name == "distill" else 0.75 * soft + 0.25 * top))
     assert float(objective.compute(batch)[0].detach()) == pytest.approx(sum(losses) / len(losses), rel=1e-5)

@@ -21,6 +21,7 @@ CONFIG = TrainingConfig(
     kind="eagle3",
     num_steps=12,
     draft_vocab_size=32,
+    loss_vocab_size=24,
     tokens_per_batch=30,
     learning_rate=3e-3,
     warmup_steps=2,
