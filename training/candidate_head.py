@@ -18,9 +18,9 @@ from eyas.models.head_loading import load_head, open_head
 from eyas.models.head_writing import write_eagle_folder
 from eyas.models.heads_file import INTEGER_TENSORS
 from eyas.models.target_weights import TargetWeights
+from eyas.training.batch import Batch
 from eyas.training.candidate_config import CandidateConfig
 from eyas.training.candidate_factors import CandidateFactors, check_rank
-from eyas.training.dataset import Batch
 from eyas.training.initialisation import TargetOutput
 from eyas.training.memory_tensors import memory_files
 from eyas.training.states import recorded_layers
@@ -67,8 +67,12 @@ class FrozenHead:
                 f"head: {path} reads the target's states {head.capture}, a corpus holds {self.recorded_layers}; its "
                 "factors cannot be trained on it"
             )
-        output = TargetOutput.load(target_folder, target, dtype)
-        self._target_output = TargetOutput(output.norm.to(device), output.weight.to(device), output.eps)
+        self._target_output = TargetOutput.load(target_folder, target, dtype, device)
+
+    @property
+    def device(self) -> torch.device:
+        """Where all is computed."""
+        return self.head.device
 
     @property
     def output(self) -> Tensor:
@@ -96,8 +100,12 @@ class FrozenHead:
 
     @torch.no_grad()
     def scored_states(self, batch: Batch, num_levels: int) -> list[Tensor]:
-        """What the output projection reads at every base of every level: `num_levels` tensors `[R_k, S]`."""
-        recorded = batch.features.to(device=self.head.device, dtype=self.head.dtype)
+        """What the output projection reads at every base of every level: `num_levels` tensors `[R_k, S]`.
+
+        Args:
+            batch: on the head's device.
+        """
+        recorded = batch.features.to(self.head.dtype)
         by_layer = dict(zip(self.recorded_layers, recorded.chunk(len(self.recorded_layers), dim=-1), strict=True))
         final_index = self._target.final_index
         read = [

@@ -6,21 +6,24 @@ projection's distribution at every level of the training-time test.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from eyas.training.batch import Batch
 from eyas.training.candidate_config import CandidateConfig
 from eyas.training.candidate_factors import CandidateFactors
 from eyas.training.candidate_head import FrozenHead
-from eyas.training.dataset import Batch, ComputeStates, Corpus, make_batches, training_order
+from eyas.training.corpus_choice import NAMES, CorpusChoice
+from eyas.training.dataset import ComputeStates, Corpus
 from eyas.training.loop import StepObserver, TrainingLoop
 from eyas.training.optimizer import HeadOptimizer
-from eyas.training.shard import read_shard, shard_files
+from eyas.training.ranks import Ranks
+from eyas.training.run_batches import RunBatches
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,44 +64,37 @@ class CandidateTrainer:
         head.check(config)
         self.config = config
         self.head = head
-        self.loop = TrainingLoop(config, work_folder)
-        content = self.loop.read_state()
-        self._shards = [str(file.resolve()) for folder in corpus_folders for file in shard_files(folder)]
-        if content is not None:
-            self._shards = _as_before(content["shards"], self._shards)
-        shards = [read_shard(Path(file)) for file in self._shards]
-        for file, shard in zip(self._shards, shards, strict=True):
-            if shard.features is not None and shard.features.shape[1] != head.feature_size:
-                raise ValueError(
-                    f"--corpus: {file}: states are {shard.features.shape[1]} wide, those of layers "
-                    f"{head.recorded_layers} are {head.feature_size}; give the corpus of this target"
-                )
+        ranks = Ranks(device=head.device)
+        self.loop = TrainingLoop(config, work_folder, ranks)
+        state = self.loop.read_state()
+        self._choice = CorpusChoice.of(corpus_folders, state, self.loop.state_file, ranks)
+        shards = self._choice.read(head.feature_size, f"those of layers {head.recorded_layers} are")
         self.corpus = Corpus(shards, config.max_length, stop_token_id, compute_states)
-        self.training, validation = self.corpus.split(config.validation_share)
-        by_length = sorted(validation, key=lambda item: item.length)
-        self._validation = [self.corpus.batch(group) for group in make_batches(by_length, config.tokens_per_batch)]
+        self._batches = RunBatches(self.corpus, config, ranks)
         self.factors = CandidateFactors.of(head.output, config.rank)
         self._optimizer = HeadOptimizer(self.factors, config.learning_rate, matrix_rate=0.0, matrix_decay=0.0)
         self.before: CandidateRecall | None = None  # any training; known once the run has begun
-        if content is not None:
-            self.before = CandidateRecall(**content["before"])
-            self.factors.load_state_dict(content["factors"])
-            self._optimizer.load_state(content["optimizer"])
+        if state is not None:
+            self.before = CandidateRecall(**state["before"])
+            self.factors.load_state_dict(state["factors"])
+            self._optimizer.load_state(state["optimizer"])
+
+    @property
+    def weights(self) -> dict[str, nn.Parameter]:
+        """All that is trained, by name."""
+        return dict(self.factors.named_parameters())
 
     def run(self, observer: StepObserver, stop_after: int | None = None) -> CandidateRecall | None:
         """Train to the end and validate; with `stop_after`, leave after that step without saving, as if killed."""
         if self.before is None:
             self.before = self.validate()
-            self.save()  # from here on the choice of shards is fixed
-        is_done = self.loop.run(self._train_on, self._batches(), self.save, observer, stop_after)
-        return self.validate() if is_done else None
+        if not self.loop.run(self, self._batches.training_from(self.loop.step), observer, stop_after):
+            return None
+        self.loop.save(self)
+        return self.validate()
 
-    def _batches(self) -> Iterator[Batch]:
-        config = self.config
-        for group in training_order(self.training, config.tokens_per_batch, config.seed, self.loop.step):
-            yield self.corpus.batch(group)
-
-    def _train_on(self, batch: Batch, rate_share: float) -> tuple[float, Tensor]:
+    def train_on(self, batch: Batch, rate_share: float) -> tuple[float, list[float]]:
+        """A step of the loop; see `Trained`."""
         self._optimizer.set_rate(rate_share)
         divergence, num_recalled, num_rows = self._sums(batch)
         num_rows.clamp_(min=1)
@@ -106,12 +102,12 @@ class CandidateTrainer:
         loss = (divergence / num_rows) @ decay.to(divergence)
         loss.backward()
         self._optimizer.step(self.config.max_grad_norm)
-        return loss.item(), num_recalled / num_rows
+        return loss.item(), (num_recalled / num_rows).tolist()
 
     @torch.no_grad()
     def validate(self) -> CandidateRecall:
         """Measure the factors on the validation conversations."""
-        sums = torch.stack([torch.stack(self._sums(batch)) for batch in self._validation]).double().sum(dim=0)
+        sums = torch.stack([torch.stack(self._sums(batch)) for batch in self._batches.validation()]).double().sum(dim=0)
         divergence, num_recalled, num_rows = sums
         num_rows.clamp_(min=1)
         return CandidateRecall((num_recalled / num_rows).tolist(), (divergence / num_rows).tolist())
@@ -121,7 +117,7 @@ class CandidateTrainer:
         precedes_answer = batch.precedes_answer[batch.rows(0) + 1]
         divergences, recalls, counts = [], [], []
         for level, states in enumerate(self.head.scored_states(batch, self.config.num_levels)):
-            kept = states[precedes_answer[batch.later_rows(level)].to(states.device)]
+            kept = states[precedes_answer[batch.later_rows(level)]]
             weights = torch.ones(kept.shape[0], device=kept.device)
             divergence, recalled = self.factors.divergence(kept, self.head.output, weights, self.config.num_candidates)
             divergences.append(divergence)
@@ -129,25 +125,16 @@ class CandidateTrainer:
             counts.append(weights.sum())
         return torch.stack(divergences), torch.stack(recalls), torch.stack(counts)
 
-    def save(self) -> None:
-        """Write everything a resumed run needs."""
+    def state(self) -> dict[str, Any]:
+        """What the loop saves of the factors; see `Trained`."""
         assert self.before is not None
-        content: dict[str, Any] = {
-            "shards": self._shards,
+        return {
+            NAMES: self._choice.names,
             "before": asdict(self.before),
             "factors": self.factors.state_dict(),
             "optimizer": self._optimizer.state(),
         }
-        self.loop.write_state(content)
 
     def export(self, folder: Path) -> None:
         """Write the head with the factors as they are now; see `FrozenHead.export`."""
         self.head.export(folder, self.factors, self.config.num_candidates)
-
-
-def _as_before(written: list[str], given: list[str]) -> list[str]:
-    """The shards a run was begun with, which may have become more since."""
-    missing = [file for file in written if file not in given]
-    if missing:
-        raise ValueError(f"--corpus: the run was begun with {missing[0]}, too; resume with the same corpus")
-    return written

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from eyas.models.medusa import MedusaHead, load_medusa
-from eyas.training.dataset import Batch
+from eyas.training.batch import Batch
 from eyas.training.export import write_folder
 from eyas.training.initialisation import NewWeights
 from eyas.training.memory_tensors import memory_files

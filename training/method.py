@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar, cast
 from torch import Tensor
 
 from eyas.models.head import DraftHead
-from eyas.training.dataset import Batch
+from eyas.training.batch import Batch
 from eyas.training.initialisation import NewWeights, TargetOutput
 from eyas.training.ttt import training_time_test
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from eyas.models.head import DraftHead
-from eyas.training.dataset import Batch
+from eyas.training.batch import Batch
 from eyas.training.feature_noise import with_noise
 from eyas.training.initialisation import TargetOutput
 from eyas.training.losses import hard_cross_entropy, soft_cross_entropy, target_distribution

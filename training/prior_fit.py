@@ -24,7 +24,7 @@ from torch import Tensor
 
 from eyas.models.acceptance_prior import FIELD, AcceptancePrior
 from eyas.models.head import DraftHead
-from eyas.training.dataset import Batch
+from eyas.training.batch import Batch
 from eyas.training.isotonic import rising
 from eyas.training.prior_samples import FeatureReader, PathSamples, SampleCollector
 from eyas.training.tree_outcome import Score, expected_lengths

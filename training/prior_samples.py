@@ -19,7 +19,7 @@ from torch import Tensor
 from eyas.kernels.noise import keyed_noise, stream_keys
 from eyas.kernels.sample import perturb
 from eyas.models.head import Candidates, DraftHead
-from eyas.training.dataset import Batch
+from eyas.training.batch import Batch
 from eyas.training.initialisation import TargetOutput
 from eyas.training.ttt import training_time_test
 
@@ -141,11 +141,11 @@ class SampleCollector:
     @torch.no_grad()
     def collect(self, batches: Iterable[Batch]) -> tuple[PathSamples, PathSamples]:
         """All batches' observations, greedy and sampled, on the CPU."""
-        pairs = [self._collect(batch) for batch in batches]
+        pairs = [self._collect(batch.to(self._device)) for batch in batches]
         return PathSamples.joined([greedy for greedy, _ in pairs]), PathSamples.joined([noisy for _, noisy in pairs])
 
     def _collect(self, batch: Batch) -> tuple[PathSamples, PathSamples]:
-        compared = batch.rows(0).to(self._device) + 1
+        compared = batch.rows(0) + 1
         keys = self._num_rows + compared  # each row's noise is its own
         level_states = self._level_states(batch)
         greedy, noisy = self._choices(batch, compared, keys)
@@ -162,16 +162,16 @@ class SampleCollector:
         """One regime's observations; `choices` are the target's tokens and `keys` the noise at each base's first row,
         int64 `[N]`."""
         device = self._device
-        compared = batch.rows(0).to(device) + 1
-        emitted = batch.next_ids.to(device)[compared]
-        is_answer = batch.precedes_answer.to(device)[compared]
+        compared = batch.rows(0) + 1
+        emitted = batch.next_ids[compared]
+        is_answer = batch.precedes_answer[compared]
         num_bases, width = compared.shape[0], min(self.width, self.head.max_candidates)
         log_probs = torch.full((num_bases, self.depth, width), -torch.inf, device=device)
         accepted = torch.full((num_bases, self.depth), -1, device=device)
         is_counted = torch.zeros(num_bases, self.depth, dtype=torch.bool, device=device)
         is_open = torch.ones(num_bases, dtype=torch.bool, device=device)
         for level, states in enumerate(level_states):
-            rows = batch.later_rows(level).to(device)  # of the bases that have this level, where it is compared
+            rows = batch.later_rows(level)  # of the bases that have this level, where it is compared
             bases = self._bases(batch, level).to(device)
             ranked = self._ranked(states, level, None if keys is None else keys[rows])
             is_chosen = ranked.tokens == choices[rows, None]
@@ -199,7 +199,7 @@ class SampleCollector:
         inputs = self.reader.read(self.head, batch.features)
         if self.head.is_path_dependent:
             return training_time_test(self.head, inputs, batch, self.depth)
-        return [inputs[batch.rows(level).to(inputs.device)] for level in range(self.depth)]
+        return [inputs[batch.rows(level)] for level in range(self.depth)]
 
     def _ranked(self, states: Tensor, level: int, keys: Tensor | None) -> Candidates:
         levels = range(level + 1, level + 2)
@@ -213,7 +213,7 @@ class SampleCollector:
     def _choices(self, batch: Batch, compared: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
         """The target's token after each compared row, greedy and under noise, int64 `[N]` each."""
         output = self.reader.output
-        states = batch.features[compared.to(batch.features.device), -output.norm.shape[0] :]
+        states = batch.features[compared, -output.norm.shape[0] :]
         token_ids = torch.arange(output.weight.shape[0], device=self._device)
         greedy, noisy = [], []
         for rows, row_keys in zip(states.split(_BLOCK_ROWS), keys.split(_BLOCK_ROWS), strict=True):

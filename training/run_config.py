@@ -84,6 +84,14 @@ class RunConfig:
         """`dtype` as torch calls it."""
         return DTYPES[self.dtype]
 
+    def is_validated_after(self, step: int, num_steps: int | None) -> bool:
+        """Whether a validation is due once `step` steps are done; none is, unless a kind of run has them."""
+        return False
+
+    def planned_steps(self, left_s: float, step_s: float, validation_s: float) -> int:
+        """Steps that fit into a time, their validations counted."""
+        return max(0, int(left_s / step_s))
+
     def rate_share(self, step: int, num_steps: int | None) -> float:
         """Share of the rates a step uses; as long as `num_steps` is unknown it only warms up."""
         warmup = self.warmup_steps if num_steps is None else min(self.warmup_steps, num_steps // 5)

@@ -19,7 +19,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from eyas.kernels.attention_options import PLAIN_ATTENTION, AttentionOptions
 from eyas.models.head import DraftHead
-from eyas.training.dataset import Batch
+from eyas.training.batch import Batch
 
 
 def training_time_test(head: DraftHead, features: Tensor, batch: Batch, num_steps: int) -> list[Tensor]:

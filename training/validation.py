@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from eyas.training.dataset import Batch
+from eyas.training.batch import Batch
 from eyas.training.initialisation import TargetOutput
 from eyas.training.method import Head, TrainingMethod
 

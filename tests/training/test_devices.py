@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from eyas.training.dataset import Batch
+from eyas.training.batch import Batch
 from eyas.training.method import TrainingMethod
 from eyas.training.methods import KINDS
 from eyas.training.ranks import ALONE, Ranks

@@ -17,7 +17,8 @@ from eyas.models.eagle import EagleHead
 from eyas.models.head_loading import load_head
 from eyas.models.medusa import MedusaHead
 from eyas.models.target_weights import TargetWeights
-from eyas.training.dataset import Batch, Corpus
+from eyas.training.batch import Batch
+from eyas.training.dataset import Corpus
 from eyas.training.initialisation import NewWeights, TargetOutput
 from eyas.training.methods import training_method
 from eyas.training.objective import Objective

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from eyas.models.config import DecoderConfig
 from eyas.models.eagle3 import Eagle3Head
-from eyas.training.dataset import Batch, Corpus
+from eyas.training.batch import Batch
+from eyas.training.dataset import Corpus
 from eyas.training.eagle3_method import Eagle3Method
 from eyas.training.initialisation import NewWeights, TargetOutput
 from eyas.training.mtp_method import MtpMethod

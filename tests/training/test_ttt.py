@@ -13,7 +13,8 @@ from eyas.models.config import DecoderConfig
 from eyas.models.eagle3 import Eagle3Head
 from eyas.models.head_loading import load_head
 from eyas.models.target_weights import TargetWeights
-from eyas.training.dataset import Batch, Corpus
+from eyas.training.batch import Batch
+from eyas.training.dataset import Corpus
 from eyas.training.ttt import ChainAttention, training_time_test
 
 if TYPE_CHECKING:
