@@ -19,6 +19,7 @@ from eyas.deployments.corpus_options import (
     target_states,
     text_length,
 )
+from eyas.deployments.rank_options import add_device_option, check_device
 from eyas.models.candidate_projection import DEFAULT_CANDIDATES, weights_read
 from eyas.models.catalog import DEFAULT_HEAD, DEFAULT_TARGET, resolve_target, shipped_head
 from eyas.models.config import DecoderConfig
@@ -60,6 +61,7 @@ def add_candidates_parser(kinds: Any) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the corpus and the batch order")
     parser.add_argument("--threads", type=int, default=num_cpus, help="threads to train with")
     parser.add_argument("--dtype", choices=list(DTYPES), default=defaults.dtype, help="what is computed in")
+    add_device_option(parser)
     add_corpus_options(parser)
     parser.set_defaults(run=run_train_candidates)
 
@@ -70,7 +72,8 @@ def run_train_candidates(args: argparse.Namespace) -> int:
         raise ValueError(
             f"--num-candidates: {args.num_candidates} is fewer than the {WIDTH} tokens a node of the default tree has"
         )
-    console = Console(stderr=True)
+    check_device(args.device)
+    console, device = Console(stderr=True), torch.device(args.device)
     target_folder = resolve_target(args.target)
     target = DecoderConfig.from_folder(target_folder)
     path = shipped_head() if args.head == DEFAULT_HEAD else Path(args.head).expanduser()
@@ -87,12 +90,12 @@ def run_train_candidates(args: argparse.Namespace) -> int:
         dtype=args.dtype,
         seed=args.seed,
     )
-    head = FrozenHead(path, target_folder, config.compute_dtype)
+    head = FrozenHead(path, target_folder, config.compute_dtype, device=device)
     head.check(config)
     head.check_export(args.out)
-    corpus_folders = prepare_corpus(args, target_folder, target, console)
+    corpus_folders = prepare_corpus(args, target_folder, target, console, device)
     torch.set_num_threads(args.threads)
-    compute_states = target_states(args, target_folder) if args.states == ONLINE else None
+    compute_states = target_states(args, target_folder, device) if args.states == ONLINE else None
     stop_token_id = stop_token(args, target_folder)
     trainer = CandidateTrainer(config, head, corpus_folders, args.work_dir, stop_token_id, compute_states)
     with TrainingProgress(console, trainer.loop.step, measure="recall") as progress:

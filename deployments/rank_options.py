@@ -17,7 +17,7 @@ from eyas.training.ranks import Ranks
 def add_rank_options(parser: argparse.ArgumentParser) -> None:
     """Add the group of options that `run_ranks` reads, next to `--threads` and `--work-dir`."""
     group = parser.add_argument_group("ranks", "processes that train together, each on a batch of its own every step")
-    group.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="what to train on")
+    add_device_option(group)
     number = group.add_mutually_exclusive_group()
     number.add_argument(
         "--ranks", type=int, default=1, help="on this machine; on cuda each takes a GPU, on cpu a part of --threads"
@@ -33,6 +33,21 @@ def add_rank_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--ray-address", help="join this Ray cluster instead of starting Ray here")
 
 
+def add_device_option(options: argparse._ActionsContainer) -> None:
+    """Add `--device`, which `check_device` checks, to a parser or a group."""
+    options.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="what to train on")
+
+
+def check_device(device: str) -> int:
+    """Number of GPUs torch sees for `--device`; `ValueError` if that is cuda and there are none."""
+    if device != "cuda":
+        return 0
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not num_gpus:
+        raise ValueError("--device: torch sees no CUDA device on this machine; use --device cpu")
+    return num_gpus
+
+
 def check_ranks(args: argparse.Namespace) -> None:
     """Find before anything is written what cannot work.
 
@@ -44,12 +59,9 @@ def check_ranks(args: argparse.Namespace) -> None:
             raise ValueError("--gpus-per-worker and --ray-address: are for Ray workers; add --ray-workers N")
         if args.ranks < 1:
             raise ValueError(f"--ranks: must be at least 1, got {args.ranks}")
-        if args.device == "cuda":
-            num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-            if not num_gpus:
-                raise ValueError("--device: torch sees no CUDA device on this machine; use --device cpu")
-            if args.ranks > num_gpus:
-                raise ValueError(f"--ranks: {args.ranks} ranks need a GPU each, torch sees {num_gpus}; give fewer")
+        num_gpus = check_device(args.device)
+        if args.device == "cuda" and args.ranks > num_gpus:
+            raise ValueError(f"--ranks: {args.ranks} ranks need a GPU each, torch sees {num_gpus}; give fewer")
         return
     if args.ray_workers < 1:
         raise ValueError(f"--ray-workers: must be at least 1, got {args.ray_workers}")

@@ -40,7 +40,11 @@ def shard_files(folder: Path) -> list[Path]:
 
 
 def read_shard(file: Path) -> Shard:
-    """Read a shard that `save_shard` wrote."""
+    """Read a shard that `save_shard` wrote.
+
+    Its tensors are mapped from the file, so that of its states only the rows that are used are read, into pages the
+    system may drop again: a corpus may be larger than the memory.
+    """
     tensors = load_file(file)
     lengths: list[int] = tensors["lengths"].tolist()
     is_answer = tensors.get("is_answer")

@@ -46,9 +46,7 @@ class Observer(StepObserver, Protocol):
 class HeadTrainer:
     """One training run, resumable from its work folder.
 
-    The order of batches and all that is drawn depend on seed, step and batch alone, so a resumed run repeats the losses
-    an uninterrupted one would have had, whatever the time it was killed. Of several ranks, rank r takes the batch
-    `step * size + r` of that order; the first one decides what depends on the clock, and it alone writes files.
+    All that is drawn depends on seed, step and batch alone, and so does the order of batches; see `TrainingLoop`.
 
     Args:
         corpus_folders: their shards are trained on together, the last ones being for validation.
@@ -138,12 +136,6 @@ class HeadTrainer:
         return sum(len(batch.lengths) for batch in self._batches.held_out)
 
     @property
-    def steps_per_epoch(self) -> float:
-        """Steps it takes to see the training conversations once, nearly."""
-        num_tokens = sum(conversation.length for conversation in self.training)
-        return num_tokens / (self.config.tokens_per_batch * self.ranks.size)
-
-    @property
     def weights(self) -> dict[str, nn.Parameter]:
         """All that is trained, by name."""
         return {name: weight for name, weight in self.head.named_parameters() if weight.requires_grad}
@@ -154,18 +146,16 @@ class HeadTrainer:
         Returns:
             The validation of that head.
         """
-        loop = self.loop
-        with closing(ValidationLog(loop.log_file(VALIDATION_FILE), loop.step)) as log:
+        with closing(ValidationLog(self.loop.log_file(VALIDATION_FILE), self.step)) as log:
             check = partial(self._check, observer, log)
             validations = Validations(self.validate, check, lambda: self.best.should_stop)
-            batches = self._batches.training_from(loop.step)
-            if not loop.run(self, batches, observer, stop_after, validations):
+            if not self.loop.run(self, self._batches.training_from(self.step), observer, stop_after, validations):
                 return None
-            if self.best.last_step != loop.step:
+            if self.best.last_step != self.step:
                 check()
         self.save()
         if self.ranks.is_first:
-            load_weights(self.head, loop.work_folder / _BEST_FILE)
+            load_weights(self.head, self.loop.work_folder / _BEST_FILE)
         self.ranks.broadcast(self.weights.values())
         return self.best.validation
 
@@ -192,9 +182,8 @@ class HeadTrainer:
         """Measure the head on the validation conversations, in the dtype it is trained in; the first rank does."""
         if not self.ranks.is_first:
             return self.ranks.agree(Validation([], 1.0, 1.0))
-        levels = self.config.validation_levels
-        batches = self._batches.validation()
-        return self.ranks.agree(validate(self.method, self._served_head(), self._output, batches, levels))
+        head, batches, levels = self._served_head(), self._batches.validation(), self.config.validation_levels
+        return self.ranks.agree(validate(self.method, head, self._output, batches, levels))
 
     def fit_prior(self) -> PriorFit:
         """Fit the acceptance prior of the head as it is now on the validation conversations; for the first rank.

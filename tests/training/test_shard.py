@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import save_file
 
@@ -44,3 +46,17 @@ def test_a_shard_with_prompt_lengths_is_read(tmp_path: Path) -> None:
     assert count_answer_tokens([file]) == 3
     save_shard(make_shard(None), file)
     assert count_answer_tokens([file]) == 3
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_shard_is_mapped_not_loaded(tmp_path: Path) -> None:
+    """Catches a reader that copies the states: a corpus of hours of recording would have to fit into memory."""
+    file = tmp_path / "shard-00000.safetensors"
+    save_shard(make_shard(torch.zeros(6, 4, dtype=torch.bfloat16)), file)
+    shard = read_shard(file)
+    ranges = [line.split()[0] for line in Path("/proc/self/maps").read_text().splitlines() if line.endswith(str(file))]
+    bounds = [tuple(int(bound, 16) for bound in each.split("-")) for each in ranges]
+    assert shard.features is not None
+    for tensor in (shard.features, shard.features[2:5]):
+        assert any(start <= tensor.data_ptr() < end for start, end in bounds)
+    assert not any(start <= shard.features.clone().data_ptr() < end for start, end in bounds)
