@@ -14,6 +14,7 @@ from eyas.models.config import DecoderConfig
 from eyas.models.eagle3 import Eagle3Head
 from eyas.models.head_loading import load_head
 from eyas.models.target_weights import TargetWeights
+from eyas.training.candidate_head import FrozenHead
 
 if TYPE_CHECKING:
     from tests.conftest import TinyModels
@@ -112,6 +113,44 @@ def test_what_cannot_work_is_refused_before_training(
     with pytest.raises(ValueError, match=message):
         run(*arguments, "--num-candidates", "8", "--steps", "1", *more)
     assert not (tmp_path / "work").exists()
+
+
+def test_a_device_that_is_not_there_is_refused(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches an option that is dropped silently, or a trace from within torch after the corpus was written."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match="--device: torch sees no CUDA device on this machine; use --device cpu"):
+        run(*arguments, "--num-candidates", "8", "--steps", "1", "--device", "cuda")
+    assert not (tmp_path / "work").exists()
+
+
+def test_all_is_computed_on_the_device(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a head, a target or a writer that stays on the CPU."""
+    devices: dict[str, torch.device] = {}
+
+    class Stopped(Exception):
+        pass
+
+    def head(path: Path, target_folder: Path, dtype: torch.dtype, device: torch.device) -> FrozenHead:
+        devices["head"] = device
+        return FrozenHead(path, target_folder, dtype)
+
+    def prepare(args: object, folder: Path, target: DecoderConfig, console: object, device: torch.device) -> list[Path]:
+        devices["writer"] = device
+        return []
+
+    def states(args: object, folder: Path, device: torch.device) -> None:
+        devices["target"] = device
+        raise Stopped
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    for name, stand_in in (("FrozenHead", head), ("prepare_corpus", prepare), ("target_states", states)):
+        monkeypatch.setattr(f"eyas.deployments.candidates_command.{name}", stand_in)
+    with pytest.raises(Stopped):
+        run(*arguments, "--num-candidates", "8", "--steps", "1", "--device", "cuda", "--states", "online")
+    assert devices == dict.fromkeys(("head", "writer", "target"), torch.device("cuda"))
 
 
 def test_lengths_are_told_in_steps_or_minutes() -> None:
