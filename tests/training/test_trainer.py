@@ -42,6 +42,7 @@ class Recorder:
         self.planned.append(num_steps)
 
     def on_validation(self, step: int, validation: Validation) -> None:
+        assert step not in self.validations
         self.validation = validation
         self.validations[step] = validation
 
