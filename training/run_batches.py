@@ -14,7 +14,7 @@ from eyas.training.run_config import RunConfig
 class RunBatches:
     """What one rank reads of a corpus.
 
-    The batches of validation are kept, on the CPU and as they were recorded, because states may have to be computed.
+    The batches of validation are kept as they were read, in the dtype of the corpus, because states may be computed.
 
     Args:
         ranks: rank r trains on batch `step * size + r` of an order that depends on the seed alone; only the first one
@@ -22,7 +22,7 @@ class RunBatches:
     """
 
     def __init__(self, corpus: Corpus, config: RunConfig, ranks: Ranks) -> None:
-        self.corpus = corpus
+        self._corpus = corpus
         self._config = config
         self._ranks = ranks
         self.training, validation = corpus.split(config.validation_share)
@@ -34,7 +34,7 @@ class RunBatches:
         config, ranks = self._config, self._ranks
         order = training_order(self.training, config.tokens_per_batch, config.seed, step * ranks.size + ranks.rank)
         for group in islice(order, 0, None, ranks.size):
-            yield self.corpus.batch(group).to(ranks.device)
+            yield self._corpus.batch(group).to(ranks.device)
 
     def validation(self) -> Iterator[Batch]:
         """The held-out batches, one after the other on the rank's device."""
