@@ -75,26 +75,24 @@ class HeadTrainer:
         state = self.loop.read_state()
         self._choice = CorpusChoice.of(corpus_folders, state, self.loop.state_file, ranks)
         target = DecoderConfig.from_folder(target_folder)
-        dtype = config.compute_dtype
         aux_layers = aux_layers or target.default_aux_layers()
         self._recorded = (aux_layers, target.final_index)
         need = f"layers {aux_layers} and the last of this target need"
         shards = self._choice.read((len(aux_layers) + 1) * target.hidden_size, need)
         self.corpus = Corpus(shards, config.max_length, stop_token_id, compute_states)
         self._batches = RunBatches(self.corpus, config, ranks)
-        answers = (self.corpus.answer(conversation) for conversation in self.training)
         required = [] if stop_token_id is None else [stop_token_id]
         self.method = training_method(config, aux_layers)
-        counts = count_tokens(answers, target.vocab_size)
+        counts = count_tokens(map(self.corpus.answer, self.training), target.vocab_size)
         num_candidates = config.draft_vocab_size if self.method.has_draft_vocabulary else target.vocab_size
         self.vocabulary = choose_vocabulary(counts, num_candidates, required)
         loss_ids = choose_vocabulary(counts, min(config.loss_vocab_size, num_candidates), required).token_ids
         sample = self.corpus.batch(make_batches(self.training, _NUM_SAMPLED_ROWS)[0])
         last_states = sample.features[:, -target.hidden_size :].float()
         state_rms = float(last_states.square().mean(dim=1).sqrt().median())
-        weights = NewWeights(target_folder, target, dtype, config.seed, state_rms, ranks.device)
+        weights = NewWeights(target_folder, target, config.compute_dtype, config.seed, state_rms, ranks.device)
         self.head = self.method.new_head(weights, self.vocabulary.token_ids, config.num_levels)
-        self._output = TargetOutput.load(target_folder, target, dtype, ranks.device)
+        self._output = TargetOutput.load(target_folder, target, config.compute_dtype, ranks.device)
         self._objective = Objective(
             self.method,
             self.head,
