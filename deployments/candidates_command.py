@@ -19,7 +19,10 @@ from eyas.deployments.corpus_options import (
     target_states,
     text_length,
 )
+from eyas.deployments.ignored_options import refuse_ignored
+from eyas.deployments.option_names import options_named
 from eyas.deployments.rank_options import add_device_option, check_device
+from eyas.deployments.train_options import add_checkpoint_option
 from eyas.models.candidate_projection import DEFAULT_CANDIDATES, weights_read
 from eyas.models.catalog import DEFAULT_HEAD, DEFAULT_TARGET, resolve_target, shipped_head
 from eyas.models.config import DecoderConfig
@@ -53,6 +56,7 @@ def add_candidates_parser(kinds: Any) -> None:
     length = parser.add_mutually_exclusive_group()
     length.add_argument("--minutes", type=float, default=20.0, help="train for about this long")
     length.add_argument("--steps", type=int, help="train on this many batches instead")
+    add_checkpoint_option(parser)
     parser.add_argument(
         "--ttt-steps", dest="num_levels", type=int, default=defaults.num_levels, help="steps of the training-time test"
     )
@@ -77,19 +81,23 @@ def run_train_candidates(args: argparse.Namespace) -> int:
     target_folder = resolve_target(args.target)
     target = DecoderConfig.from_folder(target_folder)
     path = shipped_head() if args.head == DEFAULT_HEAD else Path(args.head).expanduser()
-    config = CandidateConfig(
-        head=str(path.resolve()),
-        rank=args.rank,
-        num_candidates=args.num_candidates,
-        num_steps=args.steps,
-        max_minutes=None if args.steps is not None else args.minutes,
-        tokens_per_batch=args.batch_tokens,
-        max_length=text_length(args, target),
-        num_levels=args.num_levels,
-        learning_rate=args.lr,
-        dtype=args.dtype,
-        seed=args.seed,
-    )
+    max_length = text_length(args, target)
+    with options_named(args):
+        config = CandidateConfig(
+            head=str(path.resolve()),
+            rank=args.rank,
+            num_candidates=args.num_candidates,
+            num_steps=args.steps,
+            max_minutes=None if args.steps is not None else args.minutes,
+            tokens_per_batch=args.batch_tokens,
+            max_length=max_length,
+            num_levels=args.num_levels,
+            learning_rate=args.lr,
+            checkpoint_minutes=args.checkpoint_minutes,
+            dtype=args.dtype,
+            seed=args.seed,
+        )
+    refuse_ignored(args)
     head = FrozenHead(path, target_folder, config.compute_dtype, device=device)
     head.check(config)
     head.check_export(args.out)

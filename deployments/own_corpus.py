@@ -39,7 +39,7 @@ def write_own_texts(
         ValueError: for options or prompts that cannot work, a folder that holds something else, or a full disk.
     """
     folder: Path = args.work_dir / "corpus"
-    num_writers = max(1, args.writers)
+    num_writers: int = args.writers
     config = _config(args, num_writers)
     prompts = None if args.prompts is None else _prompts(args.prompts, tokenizer, config, max_length, console)
     if prompts is None and config.max_user_tokens + TEMPLATE_TOKENS + config.max_answer_tokens > target.max_positions:
@@ -82,7 +82,8 @@ def write_own_texts(
 def _config(args: argparse.Namespace, num_writers: int) -> CorpusConfig:
     """The options as a `CorpusConfig`; a small corpus is written in small rounds, so that it does not get too large."""
     options = {
-        "--corpus-tokens": args.corpus_tokens, "--answer-tokens": args.answer_tokens, "--user-tokens": args.user_tokens
+        "--corpus-tokens": args.corpus_tokens, "--answer-tokens": args.answer_tokens,
+        "--user-tokens": args.user_tokens, "--writers": num_writers,
     }  # fmt: skip
     for name, value in options.items():
         if value < 1:

@@ -12,6 +12,8 @@ from rich.table import Table
 
 from eyas.deployments.candidates_command import add_candidates_parser
 from eyas.deployments.corpus_options import add_corpus_options, prepare_corpus, stop_token, text_length
+from eyas.deployments.ignored_options import refuse_ignored
+from eyas.deployments.option_names import options_named
 from eyas.deployments.rank_options import add_rank_options, check_ranks, run_ranks
 from eyas.deployments.train_job import TrainJob, TrainResult
 from eyas.deployments.train_options import add_train_options, training_config
@@ -48,7 +50,10 @@ def run_train(args: argparse.Namespace) -> int:
     console = Console(stderr=True)
     target_folder = resolve_target(args.target)
     target = DecoderConfig.from_folder(target_folder)
-    config = training_config(args, target.vocab_size, text_length(args, target))
+    max_length = text_length(args, target)
+    with options_named(args):
+        config = training_config(args, target.vocab_size, max_length)
+    refuse_ignored(args)
     corpus_folders = prepare_corpus(args, target_folder, target, console, torch.device(args.device))
     job = TrainJob(
         config=config,

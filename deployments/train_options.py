@@ -8,7 +8,7 @@ from pathlib import Path
 
 from eyas.models.catalog import DEFAULT_TARGET
 from eyas.training.objective_options import LOSS_ROWS, OBJECTIVES
-from eyas.training.run_config import DTYPES
+from eyas.training.run_config import DTYPES, RunConfig
 from eyas.training.training_config import TrainingConfig
 
 _MEDUSA_HEADS = 4
@@ -99,6 +99,7 @@ def _add_schedule(parser: argparse.ArgumentParser, kind: str, defaults: Training
     length = group.add_mutually_exclusive_group()
     length.add_argument("--minutes", type=float, default=60.0, help="train for about this long")
     length.add_argument("--steps", type=int, help="train on this many batches instead")
+    add_checkpoint_option(group)
     group.add_argument("--batch-tokens", type=int, default=defaults.tokens_per_batch, help="rows of a batch")
     group.add_argument(
         "--lr", type=float, default=defaults.learning_rate, help="highest rate of AdamW (norms, output projections)"
@@ -129,6 +130,16 @@ def _add_schedule(parser: argparse.ArgumentParser, kind: str, defaults: Training
     )
 
 
+def add_checkpoint_option(group: argparse._ActionsContainer) -> None:
+    """Add `--checkpoint-minutes`, which a resumed run may change."""
+    group.add_argument(
+        "--checkpoint-minutes",
+        type=float,
+        default=RunConfig(num_steps=1).checkpoint_minutes,
+        help="between the states to resume from that are written",
+    )
+
+
 def training_config(args: argparse.Namespace, vocab_size: int, max_length: int) -> TrainingConfig:
     """What the options say of training, for a target of `vocab_size` tokens and texts of up to `max_length`."""
     return TrainingConfig(
@@ -153,6 +164,7 @@ def training_config(args: argparse.Namespace, vocab_size: int, max_length: int) 
         validation_share=args.validation_share,
         validation_levels=args.validation_levels,
         validate_every=args.validate_every,
+        checkpoint_minutes=args.checkpoint_minutes,
         patience=args.patience,
         dtype=args.dtype,
         seed=args.seed,

@@ -47,8 +47,8 @@ class RunConfig:
         self.require_whole("num_steps", "tokens_per_batch", "num_levels")
         for name in ("max_minutes", "learning_rate", "level_decay", "max_grad_norm", "checkpoint_minutes"):
             value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ValueError(f"{name}: must be above 0, got {value}")
+            if value is not None and not 0 < value < math.inf:
+                raise ValueError(f"{name}: must be a number above 0, got {value}")
         if self.max_length < 3:
             raise ValueError(f"max_length: must be at least 3, got {self.max_length}")
         if not 0.0 < self.validation_share < 1.0:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from eyas.training.objective_options import LOSS_ROWS, OBJECTIVES, ObjectiveOptions
 from eyas.training.run_config import RunConfig
+from eyas.training.validation import WIDTH
 
 _VALIDATIONS = 20
 
@@ -47,6 +48,10 @@ class TrainingConfig(RunConfig):
     def __post_init__(self) -> None:
         RunConfig.__post_init__(self)  # super() does not find its class in one with slots
         self.require_whole("draft_vocab_size", "loss_vocab_size", "tree_width", "validation_levels", "validate_every")
+        if self.kind == "eagle3" and self.draft_vocab_size < WIDTH:
+            raise ValueError(
+                f"draft_vocab_size: must be at least {WIDTH}, the candidates of a node, got {self.draft_vocab_size}"
+            )
         self.require_share("tree_share")
         self.require_not_negative("matrix_rate", "matrix_decay", "num_sampled", "feature_noise", "patience")
         for name, known in (("objective", OBJECTIVES), ("loss_rows", LOSS_ROWS)):
