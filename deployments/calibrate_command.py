@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from eyas.deployments.option_types import positive
 from eyas.models.catalog import DEFAULT_HEAD, DEFAULT_TARGET, resolve_target, shipped_head
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ def add_calibrate_parser(subparsers: Any) -> None:
     parser.add_argument("--width", type=int, default=8, help="candidates with curves of their own [%(default)s]")
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="served in [%(default)s]")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="computed on [%(default)s]")
-    parser.add_argument("--threads", type=int, default=1, help="CPU threads [%(default)s]")
+    parser.add_argument("--threads", type=positive, default=1, help="CPU threads [%(default)s]")
     parser.set_defaults(run=run_calibrate)
 
 

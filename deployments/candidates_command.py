@@ -21,6 +21,8 @@ from eyas.deployments.corpus_options import (
 )
 from eyas.deployments.ignored_options import refuse_ignored
 from eyas.deployments.option_names import options_named
+from eyas.deployments.option_types import positive
+from eyas.deployments.run_folders import held, require_folder
 from eyas.deployments.rank_options import add_device_option, check_device
 from eyas.deployments.train_options import add_checkpoint_option
 from eyas.models.candidate_projection import DEFAULT_CANDIDATES, weights_read
@@ -63,7 +65,7 @@ def add_candidates_parser(kinds: Any) -> None:
     parser.add_argument("--batch-tokens", type=int, default=defaults.tokens_per_batch, help="rows of a batch")
     parser.add_argument("--lr", type=float, default=defaults.learning_rate, help="highest rate of AdamW")
     parser.add_argument("--seed", type=int, default=0, help="of the corpus and the batch order")
-    parser.add_argument("--threads", type=int, default=num_cpus, help="threads to train with")
+    parser.add_argument("--threads", type=positive, default=num_cpus, help="threads to train with")
     parser.add_argument("--dtype", choices=list(DTYPES), default=defaults.dtype, help="what is computed in")
     add_device_option(parser)
     add_corpus_options(parser)
@@ -99,8 +101,23 @@ def run_train_candidates(args: argparse.Namespace) -> int:
         )
     refuse_ignored(args)
     head = FrozenHead(path, target_folder, config.compute_dtype, device=device)
-    head.check(config)
+    with options_named(args):
+        head.check(config)
     head.check_export(args.out)
+    require_folder("--out", args.out)
+    with held(args.work_dir):
+        return _train(args, config, head, target_folder, target, console)
+
+
+def _train(
+    args: argparse.Namespace,
+    config: CandidateConfig,
+    head: FrozenHead,
+    target_folder: Path,
+    target: DecoderConfig,
+    console: Console,
+) -> int:
+    device = torch.device(args.device)
     corpus_folders = prepare_corpus(args, target_folder, target, console, device)
     torch.set_num_threads(args.threads)
     compute_states = target_states(args, target_folder, device) if args.states == ONLINE else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import signal
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +33,10 @@ _WRITER_BATCH = 64
 _POOL_TOKENS = 32_768  # a writer's cache; nothing may be preempted, because states are recorded once
 _PAGE_SIZE = 16
 _POLL_S = 1.0
+_FAILED = (
+    "a corpus writer ended with exit code {}, see above; complete shards are kept, start again with the same arguments "
+    "to go on"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +60,7 @@ class CorpusJob:
 
 def write_own_corpus(job: CorpusJob) -> None:
     """Run one corpus writer in this process, on one thread: the writers share the cores without waiting on another."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a key press reaches all processes; the first one ends the others
     end_with_parent()
     torch.set_num_threads(1)
     config = job.config
@@ -97,7 +103,7 @@ def write_in_processes(jobs: list[CorpusJob]) -> None:
     """Run one process per job until the corpus is complete, with a bar of its answer tokens.
 
     Raises:
-        RuntimeError: if a writer fails; the others are ended, and complete shards stay.
+        ChildProcessError: if a writer fails; the others are ended, and complete shards stay.
     """
     folder, num_tokens = jobs[0].folder, jobs[0].config.num_tokens
     spawn = multiprocessing.get_context("spawn")
@@ -110,7 +116,7 @@ def write_in_processes(jobs: list[CorpusJob]) -> None:
             while any(writer.is_alive() for writer in writers):
                 failed = [writer.exitcode for writer in writers if writer.exitcode]
                 if failed:
-                    raise RuntimeError(f"a corpus writer ended with exit code {failed[0]}; its error is above")
+                    raise ChildProcessError(_FAILED.format(failed[0]))
                 progress.update(task, completed=min(num_tokens, count_answer_tokens(shard_files(folder))))
                 time.sleep(_POLL_S)
         finally:
@@ -120,7 +126,7 @@ def write_in_processes(jobs: list[CorpusJob]) -> None:
                     writer.join()
     failed = [writer.exitcode for writer in writers if writer.exitcode]
     if failed:
-        raise RuntimeError(f"a corpus writer ended with exit code {failed[0]}; its error is above")
+        raise ChildProcessError(_FAILED.format(failed[0]))
 
 
 def _longest_prompt(prompts: list[list[int]] | None, config: CorpusConfig) -> int:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pydantic
 
+from eyas.deployments.option_types import positive
 from eyas.deployments.scheduler import TreeShape
 from eyas.deployments.settings import EngineSettings
 from eyas.deployments.shapes import parse_shape, shape_name, shape_settings
@@ -33,26 +34,20 @@ def add_eval_parser(subparsers: Any) -> None:
     )
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy [%(default)s]")
     parser.add_argument("--seed", type=int, default=0, help="prompt i is sampled with seed + i [%(default)s]")
-    parser.add_argument("--limit", type=_positive, default=None, help="use only the first so many prompts")
-    parser.add_argument("--max-tokens", type=_positive, default=128, help="of an answer [%(default)s]")
-    parser.add_argument("--batch", type=_positive, default=1, help="requests decoded together [%(default)s]")
+    parser.add_argument("--limit", type=positive, default=None, help="use only the first so many prompts")
+    parser.add_argument("--max-tokens", type=positive, default=128, help="of an answer [%(default)s]")
+    parser.add_argument("--batch", type=positive, default=1, help="requests decoded together [%(default)s]")
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="[%(default)s]")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="[%(default)s]")
     parser.add_argument(
-        "--threads", type=_positive, default=min(os.cpu_count() or 1, 8), help="of the CPU [%(default)s]"
+        "--threads", type=positive, default=min(os.cpu_count() or 1, 8), help="of the CPU [%(default)s]"
     )
-    parser.add_argument("--num-candidates", type=_positive, default=None, help="see `eyas serve`")
+    parser.add_argument("--num-candidates", type=positive, default=None, help="see `eyas serve`")
     parser.add_argument("--raw-scores", action="store_true", help="grow trees without the heads' acceptance priors")
     parser.add_argument("--skip-probe", action="store_true", help="trust the heads' files on which states they read")
     parser.add_argument("--json", type=Path, default=None, metavar="OUT.json", help="write all figures")
     parser.add_argument("--png", type=Path, default=None, metavar="OUT.png", help="write a picture (needs matplotlib)")
     parser.set_defaults(run=run_eval)
-
-
-def _positive(text: str) -> int:
-    if not text.isascii() or not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text}")
-    return int(text)
 
 
 def run_eval(args: argparse.Namespace) -> int:

@@ -16,6 +16,7 @@ from eyas.deployments.tokenizer import Tokenizer
 from eyas.models.config import DecoderConfig
 from eyas.training.chat_texts import read_conversations, tokenise_conversation
 from eyas.training.dataset import ComputeStates
+from eyas.training.shard import shard_files
 from eyas.training.states import recorded_layers
 from eyas.training.text_corpus import Manifest, bytes_per_token, shard_file, shards_of, write_texts
 from eyas.training.text_files import read_bytes, read_text
@@ -132,9 +133,17 @@ def _plain_files(path: Path) -> list[Path]:
     if path.is_dir():
         found = sorted(path.glob("*.txt"))
         if not found:
+            inside = [name for name in ("corpus", "texts") if shard_files(path / name)]
+            remedy = f"give {path / inside[0]}" if inside else "name a file or another folder"
             raise ValueError(
-                f"{_OPTION}: {path} holds no shard of a corpus and no .txt file; name a file or another folder, or "
-                f"leave {_OPTION} out to let the target write a corpus"
+                f"{_OPTION}: {path} holds no shard of a corpus and no .txt file; {remedy}, or leave {_OPTION} out to "
+                "let the target write a corpus"
+            )
+        others = sorted(path.glob("*.jsonl"))
+        if others:
+            raise ValueError(
+                f"{_OPTION}: {path} holds {others[0].name} beside its .txt files, only these would be read; name the "
+                f"files one by one, each with a {_OPTION} of its own, or move the others elsewhere"
             )
         return found
     if path.exists() and path.suffix not in _SUFFIXES:

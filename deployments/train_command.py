@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +16,18 @@ from eyas.deployments.corpus_options import add_corpus_options, prepare_corpus, 
 from eyas.deployments.ignored_options import refuse_ignored
 from eyas.deployments.option_names import options_named
 from eyas.deployments.rank_options import add_rank_options, check_ranks, run_ranks
+from eyas.deployments.run_folders import held, require_folder, require_new
 from eyas.deployments.train_job import TrainJob, TrainResult
 from eyas.deployments.train_options import add_train_options, training_config
 from eyas.models.catalog import resolve_target
 from eyas.models.config import DecoderConfig
 from eyas.training.export import draw_curve
 from eyas.training.methods import KINDS
+from eyas.training.training_config import TrainingConfig
 from eyas.training.training_log import LOG_FILE
 from eyas.training.validation import WIDTH
 
+_CURVE_FILE = "training-curve.png"
 _NAMES = {"eagle3": "an EAGLE-3", "eagle": "an EAGLE-1", "medusa": "a Medusa", "mtp": "an MTP"}
 
 
@@ -54,6 +58,15 @@ def run_train(args: argparse.Namespace) -> int:
     with options_named(args):
         config = training_config(args, target.vocab_size, max_length)
     refuse_ignored(args)
+    require_folder("--out", args.out)
+    require_new(args.out, args.work_dir)
+    with held(args.work_dir):
+        return _train(args, config, target_folder, target, console)
+
+
+def _train(
+    args: argparse.Namespace, config: TrainingConfig, target_folder: Path, target: DecoderConfig, console: Console
+) -> int:
     corpus_folders = prepare_corpus(args, target_folder, target, console, torch.device(args.device))
     job = TrainJob(
         config=config,
@@ -67,9 +80,13 @@ def run_train(args: argparse.Namespace) -> int:
     if args.ray_workers is not None:
         console.print(f"{args.ray_workers} workers of Ray Train; every step is a line of {args.work_dir / LOG_FILE}")
     result: TrainResult = run_ranks(args, job.run)
-    draw_curve(args.work_dir / LOG_FILE, args.work_dir / "training-curve.png")
     Console().print(result_table(result))
-    console.print(f"head written to {args.out}, training curve to {args.work_dir / 'training-curve.png'}")
+    console.print(f"head written to {args.out}")
+    if find_spec("matplotlib") is None:
+        console.print("no training curve: it needs matplotlib, pip install 'eyas[train]'", highlight=False)
+    else:
+        draw_curve(args.work_dir / LOG_FILE, args.work_dir / _CURVE_FILE)
+        console.print(f"training curve written to {args.work_dir / _CURVE_FILE}")
     return 0
 
 

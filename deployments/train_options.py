@@ -6,6 +6,7 @@ import argparse
 import os
 from pathlib import Path
 
+from eyas.deployments.option_types import positive
 from eyas.models.catalog import DEFAULT_TARGET
 from eyas.training.objective_options import LOSS_ROWS, OBJECTIVES
 from eyas.training.run_config import DTYPES, RunConfig
@@ -23,7 +24,9 @@ def add_train_options(parser: argparse.ArgumentParser, kind: str) -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder the head is written to")
     parser.add_argument("--work-dir", type=Path, default=Path("runs") / kind, help="log and state to resume from")
     parser.add_argument("--seed", type=int, default=0, help="of the corpus, the new weights, the batch order and noise")
-    parser.add_argument("--threads", type=int, default=num_cpus, help="threads to train with, of all ranks together")
+    parser.add_argument(
+        "--threads", type=positive, default=num_cpus, help="threads to train with, of all ranks together"
+    )
     parser.add_argument("--dtype", choices=list(DTYPES), default=defaults.dtype, help="what is computed in")
     parser.add_argument(
         "--skip-calibration",

@@ -45,6 +45,7 @@ class Eagle3Method(TrainingMethod[Eagle3Head]):
             "norm.weight": weights.final_norm(),
             "lm_head.weight": weights.output()[token_ids],
             "d2t": token_ids - torch.arange(token_ids.shape[0]),
+            "t2d": torch.zeros(target.vocab_size, dtype=torch.bool).index_fill(0, token_ids, True),
         }
         config = head_config(target, aux_layers, token_ids.shape[0])
         return weights.head(load_eagle3, memory_files("eagle3", config, tensors), frozen=("embedding",))

@@ -53,6 +53,8 @@ class RunConfig:
             raise ValueError(f"max_length: must be at least 3, got {self.max_length}")
         if not 0.0 < self.validation_share < 1.0:
             raise ValueError(f"validation_share: must be between 0 and 1, got {self.validation_share}")
+        if not 0 <= self.seed < 2**32:  # it is multiplied and added to where batches and noise are drawn
+            raise ValueError(f"seed: must be between 0 and {2**32 - 1}, got {self.seed}")
         self.require_share("final_rate_share")
         self.require_not_negative("warmup_steps")
         if self.dtype not in DTYPES:
