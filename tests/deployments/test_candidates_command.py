@@ -101,7 +101,7 @@ def test_states_may_be_computed(arguments: list[str], tmp_path: Path) -> None:
         (["--num-candidates", "3"], "--num-candidates: 3 is fewer than the 4 tokens"),
         (["--corpus", "{tmp}/none"], "--corpus: .*none"),
         (["--out", "{tmp}"], "exists and is not an empty folder"),
-        (["--num-candidates", "40"], "num_candidates: must be below the 40 tokens"),
+        (["--num-candidates", "40"], "--num-candidates: must be below the 40 tokens"),
         (["--head", "{tmp}/none"], "head: .*none does not exist"),
     ],
 )

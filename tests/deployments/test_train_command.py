@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -105,7 +106,7 @@ def test_states_of_chats_recorded_or_not(target: Path, tmp_path: Path) -> None:
     (tmp_path / "chats.jsonl").write_text("\n".join(json.dumps(chat) for chat in chats))
     losses = {}
     for states in ("recorded", "online"):
-        places = ["--out", str(tmp_path / "head"), "--work-dir", str(tmp_path / states), "--states", states]
+        places = ["--out", str(tmp_path / f"head-{states}"), "--work-dir", str(tmp_path / states), "--states", states]
         texts = ["--corpus", str(tmp_path / "chats.jsonl"), "--batch-tokens", "100"]
         options = ["--steps", "3", "--threads", "1", "--dtype", "float32"]
         arguments = parse("eagle3", "--target", str(target), *places, *texts, *options)
@@ -124,6 +125,32 @@ def test_a_target_of_bytes(tiny_models: TinyModels, tmp_path: Path) -> None:
     arguments = parse("mtp", "--target", str(target), *places, *texts, "--steps", "2", "--threads", "1")
     assert arguments.run(arguments) == 0
     assert len(read_log(tmp_path / "work" / "log.jsonl")) == 2
+
+
+def test_a_new_head_does_not_replace_another(target: Path, corpus_folder: Path, tmp_path: Path) -> None:
+    """Catches a check of --out that comes after training, and one that refuses the run that wrote there."""
+    out, work = tmp_path / "head", tmp_path / "work"
+    places = ["--target", str(target), "--out", str(out), "--corpus", str(corpus_folder)]
+    arguments = parse("medusa", *places, "--work-dir", str(work), "--steps", "1", "--threads", "1")
+    assert arguments.run(arguments) == 0
+    assert arguments.run(arguments) == 0
+    other = parse("mtp", *places, "--work-dir", str(tmp_path / "other"), "--steps", "1")
+    with pytest.raises(ValueError, match="--out: .* is not empty"):
+        other.run(other)
+    assert not (tmp_path / "other").exists()
+
+
+def test_no_matplotlib_no_curve(
+    target: Path, corpus_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """Catches a trace at the end of a run where a picture cannot be drawn."""
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setattr("eyas.deployments.train_command.find_spec", lambda name: None)
+    places = ["--out", str(tmp_path / "head"), "--work-dir", str(tmp_path / "work"), "--corpus", str(corpus_folder)]
+    arguments = parse("medusa", "--target", str(target), *places, "--steps", "1", "--threads", "1")
+    assert arguments.run(arguments) == 0
+    assert "no training curve" in capsys.readouterr().err
 
 
 def test_a_corpus_that_is_empty_is_refused(target: Path, tmp_path: Path) -> None:
