@@ -39,10 +39,13 @@ def require_new(out: Path, work_folder: Path) -> None:
 def held(work_folder: Path) -> Iterator[None]:
     """Make the work folder and keep it for this process until the end; a process that dies lets go of it.
 
+    A folder in which nothing was written is removed.
+
     Raises:
         ValueError: if another process holds it.
     """
     require_folder("--work-dir", work_folder)
+    is_new = not work_folder.exists()
     work_folder.mkdir(parents=True, exist_ok=True)
     with (work_folder / LOCK_FILE).open("a") as file:
         try:
@@ -51,4 +54,9 @@ def held(work_folder: Path) -> Iterator[None]:
             raise ValueError(
                 f"--work-dir: {work_folder} is in use by another run; wait for its end or choose another"
             ) from None
-        yield
+        try:
+            yield
+        finally:
+            if is_new and [file.name for file in work_folder.iterdir()] == [LOCK_FILE]:
+                (work_folder / LOCK_FILE).unlink()
+                work_folder.rmdir()
