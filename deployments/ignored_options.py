@@ -30,7 +30,8 @@ def refuse_ignored(args: argparse.Namespace) -> None:
         _refuse(args, _WRITTEN, "is for texts the target writes, not with --corpus; leave one of them out")
     elif args.prompts is not None:
         _refuse(args, _INVENTED, "is for user turns the target invents, not with --prompts; leave one of them out")
-    if not args.corpus and args.window is not None:
+    is_plain = any(path.suffix not in (".jsonl", ".json") for path in args.corpus or ())
+    if args.window is not None and not is_plain:
         raise ValueError("--window: is for plain text; give a .txt file with --corpus, or leave it out")
     if getattr(args, "objective", "tree") != "tree":
         _refuse(args, _TREE, "is for --objective tree; add that, or leave it out")

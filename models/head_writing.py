@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from eyas.models.acceptance_prior import FIELD, AcceptancePrior
@@ -27,6 +26,7 @@ from eyas.models.medusa_config import SHARED_PROJECTION, TOKEN_MAP, MedusaConfig
 from eyas.models.mtp_tensors import module_of
 from eyas.models.target_weights import TargetWeights
 from eyas.models.tensor_source import read_tensors
+from eyas.models.whole_files import save_whole
 
 _NOT_IN_EAGLE1_FOLDERS = ("norm.weight", "lm_head.weight")  # speculators has both, see `open_eagle_folder`
 
@@ -141,7 +141,7 @@ def save_folder(folder: Path, file_name: str, config: dict[str, Any], tensors: M
     """Put tensors, in the types they have, and `config.json` into a folder, over what is there of these names."""
     folder.mkdir(parents=True, exist_ok=True)
     contiguous = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
-    save_file(contiguous, folder / file_name, metadata={"format": "pt"})
+    save_whole(contiguous, folder / file_name, metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 

@@ -7,9 +7,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from eyas.models.whole_files import save_whole
 from eyas.training.validation import Validation
 
 
@@ -64,9 +65,7 @@ def _lengths(validation: Validation) -> tuple[float, float]:
 
 def save_weights(weights: Mapping[str, Tensor], file: Path) -> None:
     """Write tensors; the file appears complete or not at all."""
-    partial = file.with_suffix(".partial")
-    save_file({name: weight.detach().cpu().contiguous() for name, weight in weights.items()}, partial)
-    partial.replace(file)
+    save_whole({name: weight.detach().cpu().contiguous() for name, weight in weights.items()}, file)
 
 
 def load_weights(head: nn.Module, file: Path) -> None:

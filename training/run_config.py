@@ -79,7 +79,7 @@ class RunConfig:
         for name in names:
             value = getattr(self, name)
             if not 0 <= value < math.inf:
-                raise ValueError(f"{name}: must not be negative, got {value}")
+                raise ValueError(f"{name}: must be a number of at least 0, got {value}")
 
     @property
     def compute_dtype(self) -> torch.dtype:

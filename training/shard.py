@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
+
+from eyas.models.whole_files import save_whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +58,10 @@ def read_shard(file: Path) -> Shard:
 
 def save_shard(shard: Shard, file: Path) -> None:
     """Write a shard; the file appears complete or not at all."""
-    partial = file.with_suffix(".partial")
     tensors = {"token_ids": shard.token_ids, "is_answer": shard.is_answer, "lengths": torch.tensor(shard.lengths)}
     if shard.features is not None:
         tensors["features"] = shard.features.contiguous()
-    save_file(tensors, partial)
-    partial.replace(file)
+    save_whole(tensors, file)
 
 
 def count_answer_tokens(files: list[Path]) -> int:

@@ -26,6 +26,7 @@ def parse(*arguments: str) -> argparse.Namespace:
         (["--corpus", "a.txt", "--writers", "99"], "--writers: is for texts the target writes"),
         (["--prompts", "a.jsonl", "--opener-share", "0"], "--opener-share: is for user turns the target invents"),
         (["--prompts", "a.jsonl", "--window", "9"], "--window: is for plain text"),
+        (["--corpus", "a.jsonl", "--window", "9"], "--window: is for plain text"),
         (["--tree-share", "0.9"], "--tree-share: is for --objective tree"),
         (["--objective", "hard", "--tree-width", "9"], "--tree-width: is for --objective tree"),
     ],
@@ -41,6 +42,7 @@ def test_what_would_be_ignored_is_refused(options: list[str], message: str) -> N
     [
         ["mtp"],
         ["mtp", "--corpus", "a.txt", "--window", "9"],
+        ["mtp", "--corpus", "a.jsonl", "--corpus", "folder", "--window", "9"],
         ["mtp", "--prompts", "a.jsonl", "--answer-tokens", "9", "--writers", "99"],
         ["mtp", "--opener-share", "0", "--corpus-tokens", "9", "--objective", "tree", "--tree-width", "9"],
         ["candidates", "--head", "h", "--rank", "4", "--corpus", "a.txt"],

@@ -1,0 +1,25 @@
+"""Writing a safetensors file that appears complete or not at all."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+
+def save_whole(tensors: Mapping[str, Tensor], file: Path, metadata: dict[str, str] | None = None) -> None:
+    """Write contiguous tensors beside `file` and rename; what a killed run left is written over.
+
+    Raises:
+        OSError: naming the file, such as where the disk is full; nothing is left then.
+    """
+    partial = file.with_suffix(".partial")
+    try:
+        save_file(dict(tensors), partial, metadata=metadata)
+    except SafetensorError as error:
+        partial.unlink(missing_ok=True)
+        raise OSError(f"{file} cannot be written: {error}") from error
+    partial.replace(file)
