@@ -54,7 +54,7 @@ class TrainingConfig(RunConfig):
             )
         if self.objective == "tree" and self.tree_width >= self.draft_vocab_size:
             raise ValueError(
-                f"tree_width: must be below the {self.draft_vocab_size} ids the loss is taken over, got {self.tree_width}"
+                f"tree_width: must be below the {self.draft_vocab_size} ids of the loss, got {self.tree_width}"
             )
         self.require_share("tree_share")
         self.require_not_negative("matrix_rate", "matrix_decay", "num_sampled", "feature_noise", "patience")

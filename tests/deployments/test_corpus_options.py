@@ -83,7 +83,7 @@ def write(tmp_path: Path) -> Callable[..., Path]:
 
     def write(name: str, *lines: Any) -> Path:
         file = tmp_path / name
-        file.parent.mkdir(exist_ok=True)
+        file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines))
         return file
 
@@ -339,6 +339,22 @@ def test_a_folder_without_texts_is_refused(run: Run, write: Callable[..., Path])
     with pytest.raises(ValueError, match=f"^{re.escape(whole)}$"):
         run("--corpus", folder)
     assert not run.work_folder.exists()
+
+
+def test_a_folder_of_mixed_files_is_refused(run: Run, write: Callable[..., Path]) -> None:
+    """Catches chats beside plain text that nobody trains on."""
+    write("mixed/a.txt", "A text of some words.")
+    folder = write("mixed/b.jsonl", "{}").parent
+    with pytest.raises(ValueError, match=r"--corpus: .*mixed holds b\.jsonl beside its \.txt files"):
+        run("--corpus", folder)
+
+
+@pytest.mark.parametrize("name", ["corpus", "texts"])
+def test_a_work_folder_is_no_corpus(name: str, run: Run, write: Callable[..., Path]) -> None:
+    """Catches a remedy that leads elsewhere when an earlier run was named, not the corpus inside."""
+    folder = write(f"run/{name}/shard-00000.safetensors", "").parent
+    with pytest.raises(ValueError, match=f"--corpus: .*run holds no shard .*; give {re.escape(str(folder))}, or leave"):
+        run("--corpus", folder.parent)
 
 
 def test_a_small_vocabulary_has_no_bytes(tiny_models: TinyModels, tmp_path: Path, write: Callable[..., Path]) -> None:

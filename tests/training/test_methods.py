@@ -104,6 +104,13 @@ def test_gradients_reach_what_is_trained_and_nothing_else(name: str, case: Case,
     assert accuracy.shape == (NUM_LEVELS,)
 
 
+def test_a_head_may_propose_the_first_ids(target_folder: Path, target: DecoderConfig) -> None:
+    """Catches a map of zeros taken for a missing one, where an answer's tokens happen to be the first of all ids."""
+    weights = NewWeights(target_folder, target, torch.float32, seed=0)
+    head = training_method(CASES["eagle3"], AUX_LAYERS).new_head(weights, torch.arange(8), NUM_LEVELS)
+    assert head.candidate_ids.tolist() == list(range(8))
+
+
 @pytest.mark.parametrize("has_user_turn", [False, True])
 def test_the_loss_equals_a_naive_loop(case: Case, batch: Batch, has_user_turn: bool) -> None:
     """Catches a level compared with another one's token, a regression onto another row's feature, ids of the loss that

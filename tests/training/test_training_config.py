@@ -15,7 +15,10 @@ from eyas.training.training_config import TrainingConfig
         ({"learning_rate": math.inf}, "learning_rate: must be a number above 0"),
         ({"checkpoint_minutes": 0.0}, "checkpoint_minutes: must be a number above 0"),
         ({"draft_vocab_size": 3}, "draft_vocab_size: must be at least 4"),
-        ({"objective": "tree", "tree_width": 64, "draft_vocab_size": 64}, "tree_width: must be below the 64 ids"),
+        (
+            {"objective": "tree", "tree_width": 64, "draft_vocab_size": 64},
+            "tree_width: must be below the 64 ids",
+        ),
         ({"seed": 2**32}, "seed: must be between 0"),
         ({"seed": -1}, "seed: must be between 0"),
     ],
