@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eyas.deployments.option_types import positive
+from eyas.deployments.run_folders import require_file, require_folder
 from eyas.models.catalog import DEFAULT_HEAD, DEFAULT_TARGET, resolve_target, shipped_head
 
 if TYPE_CHECKING:
@@ -79,6 +80,8 @@ def run_calibrate(args: argparse.Namespace) -> int:
         raise ValueError(f"--corpus: {args.corpus} holds no shard of a corpus; `eyas train` writes one")
     if args.out.exists() and (args.out.is_file() or any(args.out.iterdir())):
         raise ValueError(f"--out: {args.out} exists and is not an empty folder; give another name")
+    require_folder("--out", args.out.parent)
+    require_file("--report", args.report)
     torch.set_num_threads(args.threads)
     folder, dtype, device = resolve_target(args.target), DTYPES[args.dtype], torch.device(args.device)
     target = DecoderConfig.from_folder(folder)

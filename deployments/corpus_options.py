@@ -53,7 +53,10 @@ def add_corpus_options(parser: argparse.ArgumentParser) -> None:
         "--answer-temperature", type=float, default=defaults.answer_temperature, help="of the sampled answers"
     )
     group.add_argument("--answer-tokens", type=int, default=defaults.max_answer_tokens, help="longest answer it writes")
-    group.add_argument("--user-tokens", type=int, default=defaults.max_user_tokens, help="longest user turn it invents")
+    group.add_argument(
+        "--user-tokens", type=int, default=defaults.max_user_tokens,
+        help="longest user turn it invents, given first words aside",
+    )  # fmt: skip
     group.add_argument(
         "--opener-share", type=float, default=defaults.opener_share,
         help="of the user turns it invents: begin with the words of a common kind of request, in English",

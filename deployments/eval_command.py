@@ -13,6 +13,7 @@ from typing import Any
 import pydantic
 
 from eyas.deployments.option_types import positive
+from eyas.deployments.run_folders import require_file
 from eyas.deployments.scheduler import TreeShape
 from eyas.deployments.settings import EngineSettings
 from eyas.deployments.shapes import parse_shape, shape_name, shape_settings
@@ -77,9 +78,8 @@ def run_eval(args: argparse.Namespace) -> int:
 
 def _check_outputs(json_file: Path | None, png_file: Path | None) -> None:
     """Refuse now what would be lost at the end."""
-    for option, file in (("--json", json_file), ("--png", png_file)):
-        if file is not None and (file.is_dir() or not file.parent.is_dir()):
-            raise ValueError(f"{option}: {file} cannot be written: its folder must exist, and it must be a file")
+    require_file("--json", json_file)
+    require_file("--png", png_file)
     if png_file is not None and find_spec("matplotlib") is None:
         raise ValueError("--png: a picture needs matplotlib: pip install 'eyas[train]'; or leave the option out")
 

@@ -26,6 +26,12 @@ def require_folder(option: str, folder: Path) -> None:
         raise ValueError(f"{option}: {folder} cannot be written, {place} is read-only; give another place")
 
 
+def require_file(option: str, file: Path | None) -> None:
+    """Raise `ValueError` for a file that could not be written; None is left alone."""
+    if file is not None and (file.is_dir() or not file.parent.is_dir() or not os.access(file.parent, os.W_OK)):
+        raise ValueError(f"{option}: {file} cannot be written: its folder must exist, and it must be a file")
+
+
 def require_new(out: Path, work_folder: Path) -> None:
     """Raise `ValueError` if `out` holds something that is not this run's, which began in its work folder."""
     if out.is_dir() and any(out.iterdir()) and not any(work_folder.glob("training-state.pt")):

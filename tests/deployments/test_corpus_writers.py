@@ -13,6 +13,7 @@ from eyas.deployments.corpus_writers import CorpusJob, write_own_corpus
 from eyas.models.target_loading import load_target_decoder
 from eyas.training.corpus import Writer
 from eyas.training.generation import CorpusConfig
+from eyas.training.openers import OPENERS
 from eyas.training.shard import Shard, read_shard, shard_files
 from eyas.training.states import TargetStates, recorded_layers
 
@@ -69,7 +70,8 @@ def test_invented_turns_stand_in_the_chat_template(target: Path, tmp_path: Path)
         [{"role": "user", "content": "@"}], tokenize=False, add_generation_prompt=True
     )
     before, after = (tokenizer.encode(piece, add_special_tokens=False) for piece in around.split("@"))
+    longest = max(len(tokenizer.encode(opener, add_special_tokens=False)) for opener in OPENERS)
     for text, length in zip(texts_of(shard), shard.prompt_lengths(), strict=True):
         assert text[: len(before)] == before
         assert text[length - len(after) : length] == after
-        assert len(before) + len(after) < length <= len(before) + len(after) + CONFIG.max_user_tokens
+        assert len(before) + len(after) < length <= len(before) + len(after) + longest + CONFIG.max_user_tokens

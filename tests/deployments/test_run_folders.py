@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from eyas.deployments.run_folders import held, require_folder, require_new
+from eyas.deployments.run_folders import held, require_file, require_folder, require_new
 
 
 def _hold(folder: Path, is_held: Event) -> None:
@@ -54,3 +54,12 @@ def test_another_head_is_not_overwritten(tmp_path: Path) -> None:
     work.mkdir()
     (work / "training-state.pt").write_text("")
     require_new(out, work)
+
+
+def test_a_file_needs_a_folder(tmp_path: Path) -> None:
+    """Catches figures that are lost at the end of a long command."""
+    require_file("--json", None)
+    require_file("--json", tmp_path / "a.json")
+    for file in (tmp_path, tmp_path / "nowhere" / "a.json"):
+        with pytest.raises(ValueError, match="--json: .* cannot be written"):
+            require_file("--json", file)
