@@ -93,6 +93,11 @@ def run_calibrate(args: argparse.Namespace) -> int:
     shards = [read_shard(file) for file in files]
     corpus = Corpus(shards, max_length, stop_token(args, folder), compute_states)
     _, validation = corpus.split(args.validation_share)
+    if len(validation) < 2:
+        raise ValueError(
+            f"--validation-share: {args.validation_share} of --corpus is {len(validation)} conversation, at least 2 are "
+            "needed, one to fit and one to judge; raise it, or give a larger --corpus"
+        )
     ordered = sorted(validation, key=lambda item: item.length)
     batches = [corpus.batch(group) for group in make_batches(ordered, defaults.tokens_per_batch)]
     aux_layers = target.default_aux_layers()

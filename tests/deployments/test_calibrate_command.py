@@ -90,7 +90,7 @@ def test_a_copy_with_the_prior_is_written(name: str, target: Path, corpus: Path,
         (("--corpus", "nowhere"), "--corpus: nowhere holds no shard of a corpus"),
         (("--report", "nowhere/report.json"), "--report: nowhere/report.json cannot be written"),
         (("--out", "."), r"--out: \. exists and is not an empty folder"),
-        (("--validation-share", 0.1), "corpus: an acceptance prior needs at least two conversations"),
+        (("--validation-share", 0.1), "--validation-share: 0.1 of --corpus is 1 conversation, at least 2"),
     ],
 )
 def test_what_cannot_work_is_refused(
