@@ -95,8 +95,8 @@ def run_calibrate(args: argparse.Namespace) -> int:
     _, validation = corpus.split(args.validation_share)
     if len(validation) < 2:
         raise ValueError(
-            f"--validation-share: {args.validation_share} of --corpus is {len(validation)} conversation, at least 2 are "
-            "needed, one to fit and one to judge; raise it, or give a larger --corpus"
+            f"--validation-share: {args.validation_share} of --corpus is {len(validation)} conversation, at least 2 "
+            "are needed, one to fit and one to judge; raise it, or give a larger --corpus"
         )
     ordered = sorted(validation, key=lambda item: item.length)
     batches = [corpus.batch(group) for group in make_batches(ordered, defaults.tokens_per_batch)]

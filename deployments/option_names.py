@@ -14,7 +14,8 @@ _OPTIONS = {
     "learning_rate": "lr",
     "matrix_rate": "matrix-lr",
     "num_levels": "ttt-steps",
-    "draft_vocab_size": "loss-vocab",
+    "draft_vocab_size": "draft-vocab",
+    "loss_vocab_size": "loss-vocab",
 }
 _FIELD = re.compile(r"[a-z_]+(?=:)")
 
@@ -32,5 +33,6 @@ def options_named(args: argparse.Namespace) -> Iterator[None]:
 
 
 def _option(field: str, kind: str) -> str:
-    own = {("num_levels", "medusa"): "num-heads", ("draft_vocab_size", "eagle3"): "draft-vocab"}
-    return "--" + own.get((field, kind), _OPTIONS.get(field, field.replace("_", "-")))
+    if field == "num_levels" and kind == "medusa":
+        return "--num-heads"
+    return "--" + _OPTIONS.get(field, field.replace("_", "-"))

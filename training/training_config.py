@@ -52,10 +52,9 @@ class TrainingConfig(RunConfig):
             raise ValueError(
                 f"draft_vocab_size: must be at least {WIDTH}, the candidates of a node, got {self.draft_vocab_size}"
             )
-        if self.objective == "tree" and self.tree_width >= self.draft_vocab_size:
-            raise ValueError(
-                f"tree_width: must be below the {self.draft_vocab_size} ids of the loss, got {self.tree_width}"
-            )
+        num_ids = min(self.draft_vocab_size, self.loss_vocab_size)
+        if self.objective == "tree" and self.tree_width >= num_ids:
+            raise ValueError(f"tree_width: must be below the {num_ids} ids of the loss, got {self.tree_width}")
         self.require_share("tree_share")
         self.require_not_negative("matrix_rate", "matrix_decay", "num_sampled", "feature_noise", "patience")
         for name, known in (("objective", OBJECTIVES), ("loss_rows", LOSS_ROWS)):
