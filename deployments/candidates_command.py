@@ -22,8 +22,8 @@ from eyas.deployments.corpus_options import (
 from eyas.deployments.ignored_options import refuse_ignored
 from eyas.deployments.option_names import options_named
 from eyas.deployments.option_types import positive
-from eyas.deployments.run_folders import held, require_folder
 from eyas.deployments.rank_options import add_device_option, check_device
+from eyas.deployments.run_folders import held, require_folder
 from eyas.deployments.train_options import add_checkpoint_option
 from eyas.models.candidate_projection import DEFAULT_CANDIDATES, weights_read
 from eyas.models.catalog import DEFAULT_HEAD, DEFAULT_TARGET, resolve_target, shipped_head

@@ -26,10 +26,18 @@ class StateFile:
         self._num_ranks = num_ranks
 
     def write(self, content: dict[str, Any]) -> None:
-        """Write `content` with what the run is; the file appears complete or not at all."""
+        """Write `content` with what the run is; the file appears complete or not at all.
+
+        Raises:
+            OSError: where the disk is full; the file of before is left.
+        """
         self.path.parent.mkdir(parents=True, exist_ok=True)
         partial = self.path.with_name(f"{self.path.name}.partial")
-        torch.save({"config": asdict(self._config), "num_ranks": self._num_ranks, **content}, partial)
+        try:
+            torch.save({"config": asdict(self._config), "num_ranks": self._num_ranks, **content}, partial)
+        except RuntimeError as error:  # of torch's writer
+            partial.unlink(missing_ok=True)
+            raise OSError(f"{self.path} cannot be written: {str(error).splitlines()[0]}") from error
         partial.replace(self.path)
 
     def read(self) -> dict[str, Any] | None:

@@ -74,3 +74,15 @@ def test_a_state_of_another_layout_is_refused(tmp_path: Path) -> None:
     torch.save({"config": {}, "loop": {"step": 1}, "content": {}}, file.path)
     with pytest.raises(ValueError, match="was written by an earlier version; choose another work folder"):
         file.read()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs the device that is always full")
+def test_a_full_disk_is_told(tmp_path: Path) -> None:
+    """Catches a trace of torch's, and a last state lost, where the disk is full."""
+    file = state_file(tmp_path)
+    file.write(CONTENT)
+    (tmp_path / "training-state.pt.partial").symlink_to("/dev/full")
+    with pytest.raises(OSError, match=r"training-state\.pt cannot be written"):
+        file.write({**CONTENT, "weights": {"a": torch.zeros(300_000)}})
+    assert [each.name for each in tmp_path.iterdir()] == ["training-state.pt"]
+    assert file.read() is not None
