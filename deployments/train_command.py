@@ -79,7 +79,8 @@ def _train(
     )
     if args.ray_workers is not None:
         console.print(f"{args.ray_workers} workers of Ray Train; every step is a line of {args.work_dir / LOG_FILE}")
-    result: TrainResult = run_ranks(args, job.run)
+    with options_named(args):
+        result: TrainResult = run_ranks(args, job.run)
     Console().print(result_table(result))
     console.print(f"head written to {args.out}")
     if find_spec("matplotlib") is None:

@@ -111,7 +111,8 @@ class TrainingLoop:
             Whether the end was reached.
 
         Raises:
-            RuntimeError: if the loss is no longer finite, or the ranks have drifted apart.
+            ValueError: if the loss is no longer finite.
+            RuntimeError: if the ranks have drifted apart.
         """
         if self.step == 0:
             self.save(trained)  # from here on the choice of shards is fixed
@@ -142,7 +143,9 @@ class TrainingLoop:
         batch = next(batches)
         loss, measured = trained.train_on(batch, share)
         if not math.isfinite(loss):
-            raise RuntimeError(f"step {self.step}: the loss is {loss}; start again with a lower learning_rate")
+            raise ValueError(
+                f"learning_rate: the loss is {loss} at step {self.step}; lower the rates and choose another work folder"
+            )
         num_tokens = self.ranks.total(batch.token_ids.shape[0])
         self.step += 1
         if self.step % _TRIM_STEPS == 0:

@@ -283,7 +283,7 @@ def test_a_loss_that_is_not_finite_ends_the_run(make_trainer: Any) -> None:
     """Catches hours of training on after the factors have become NaN."""
     trainer = make_trainer()
     torch.nn.init.constant_(trainer.factors.up, float("nan"))
-    with pytest.raises(RuntimeError, match="step 0: the loss is nan"):
+    with pytest.raises(ValueError, match="learning_rate: the loss is nan at step 0; lower"):
         trainer.run(Recorder())
 
 

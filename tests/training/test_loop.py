@@ -118,6 +118,6 @@ def test_a_run_without_validations_plans_for_none(clock: Clock, tmp_path: Path) 
 def test_a_loss_that_is_not_finite_ends_the_run(clock: Clock, tmp_path: Path) -> None:
     """Catches hours of training on after the weights have become NaN, and such weights in the state."""
     trained = Counter(clock, iter([1.0, float("inf")]))
-    with pytest.raises(RuntimeError, match="step 1: the loss is inf; start again with a lower learning_rate"):
+    with pytest.raises(ValueError, match="learning_rate: the loss is inf at step 1; lower the rates"):
         run(TrainingLoop(config(checkpoint_minutes=1e-9), tmp_path), trained)
     assert trained.saves == [0, 1]
