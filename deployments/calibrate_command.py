@@ -57,6 +57,7 @@ def run_calibrate(args: argparse.Namespace) -> int:
 
     from eyas.deployments.corpus_options import stop_token, target_states
     from eyas.deployments.head_commands import write_head
+    from eyas.deployments.rank_options import check_device
     from eyas.models.config import DecoderConfig
     from eyas.models.head_loading import load_head, open_head
     from eyas.models.head_writing import with_prior
@@ -73,8 +74,7 @@ def run_calibrate(args: argparse.Namespace) -> int:
         raise ValueError("--depth, --width: must be at least 1")
     if not 0.0 < args.validation_share < 1.0:
         raise ValueError(f"--validation-share: must be between 0 and 1, got {args.validation_share}")
-    if args.device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device: cuda was asked for, but torch sees no CUDA device; use cpu")
+    check_device(args.device)
     files = shard_files(args.corpus)
     if not files:
         raise ValueError(f"--corpus: {args.corpus} holds no shard of a corpus; `eyas train` writes one")
@@ -106,8 +106,7 @@ def run_calibrate(args: argparse.Namespace) -> int:
         raise ValueError(
             f"--corpus: features are {width} wide, {aux_layers} and the last need {expected}; use a corpus of --target"
         )
-    output = TargetOutput.load(folder, target, dtype)
-    output = TargetOutput(output.norm.to(device), output.weight.to(device), output.eps)
+    output = TargetOutput.load(folder, target, dtype, device)
     console = Console(stderr=True)
     with console.status(f"{len(validation)} conversations"):
         fit = fit_prior(head, FeatureReader(aux_layers, target.final_index, output), batches, args.depth, args.width)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from eyas.training.batch import Batch
+from eyas.training.packing import in_groups
 from eyas.training.shard import Shard
 
 _BATCHES_PER_POOL = 32
@@ -133,15 +134,7 @@ class Corpus:
 
 def make_batches(conversations: list[Conversation], tokens_per_batch: int) -> list[list[Conversation]]:
     """Cut conversations, in the given order, into groups of at most `tokens_per_batch` rows (one may be longer)."""
-    batches: list[list[Conversation]] = []
-    room = 0
-    for conversation in conversations:
-        if conversation.length > room:
-            batches.append([])
-            room = tokens_per_batch
-        batches[-1].append(conversation)
-        room -= conversation.length
-    return batches
+    return in_groups(conversations, lambda item: item.length, tokens_per_batch)
 
 
 def epoch_batches(

@@ -16,6 +16,7 @@ from eyas.kernels.paged_rows import PagedRows
 from eyas.kernels.reference_attention import ReferenceAttention
 from eyas.models.config import DecoderConfig
 from eyas.models.decoder import Decoder
+from eyas.training.packing import in_groups
 
 _PASS_TOKENS = 2048  # longer passes bring nothing, their logits of attention need room
 
@@ -50,7 +51,7 @@ class TargetStates:
         if sum(lengths) != token_ids.shape[0] or min(lengths) < 1:
             raise ValueError(f"lengths: {sum(lengths)} tokens in all, but token_ids holds {token_ids.shape[0]}")
         token_ids = token_ids.to(self._model.device)
-        groups = _groups(lengths)
+        groups = in_groups(lengths, int, _PASS_TOKENS)
         pieces = [
             self._states(piece, group)
             for piece, group in zip(token_ids.split([sum(group) for group in groups]), groups, strict=True)
@@ -105,16 +106,3 @@ class PackedAttention:
     ) -> Tensor:
         """`query [T, Hq, D]`, `key` and `value [T, Hkv, D]` to `[T, Hq, D]`."""
         return self._attend(query, key, value, options)
-
-
-def _groups(lengths: list[int]) -> list[list[int]]:
-    """Neighbours that are computed in one pass."""
-    groups: list[list[int]] = []
-    room = 0
-    for length in lengths:
-        if length > room:
-            groups.append([])
-            room = max(_PASS_TOKENS, length)
-        groups[-1].append(length)
-        room -= length
-    return groups

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from eyas.training.dataset import ComputeStates
+from eyas.training.packing import in_groups
 from eyas.training.shard import Shard, save_shard, shard_files
 from eyas.training.texts import Text
 
@@ -31,16 +32,7 @@ def bytes_per_token(num_states: int, hidden_size: int) -> int:
 
 def shards_of(texts: Sequence[Text], token_bytes: int, shard_bytes: int = _SHARD_BYTES) -> list[list[Text]]:
     """Texts in the given order, cut into shards of about `shard_bytes`."""
-    shards: list[list[Text]] = []
-    room = 0
-    for text in texts:
-        size = text.token_ids.shape[0] * token_bytes
-        if size > room:
-            shards.append([])
-            room = max(size, shard_bytes)
-        shards[-1].append(text)
-        room -= size
-    return shards
+    return in_groups(texts, lambda text: text.token_ids.shape[0] * token_bytes, shard_bytes)
 
 
 def shard_file(folder: Path, index: int) -> Path:
