@@ -1,7 +1,8 @@
 """The ablation table of docs/training.md: how recipes for a draft head compare at equal training time.
 
     python benchmarks/ablation.py --own CORPUS [--own CORPUS ...] --outside TEXT.txt --work DIR --prompts FILE
-        [--minutes 6] [--seeds 0,1] [--rows NAME,...] [--limit 80] [--shape 16x5x4] [--out results/NAME]
+        [--minutes 6] [--seeds 0,1] [--rows NAME,...] [--limit 80] [--shape 16x5x4] [--jobs 1] [--threads 2]
+        [--out results/NAME]
 
 --own are corpus folders of earlier runs of `eyas train`, --outside is text the target did not write: see
 `outside_text.py`.
@@ -9,7 +10,8 @@
 Equal time is counted in steps: first every recipe's pace is measured alone on the machine, then each is trained for as
 many steps as it would do in --minutes, so that what else the machine does later changes no result. `--only-pace` stops
 before training; paces are kept in DIR/paces.json. A run that is there already is not repeated. Every head is then
-measured by `eyas eval` on prompts that no training saw. Writes NAME.json and NAME.png.
+measured by `eyas eval` on prompts that no training saw. `--jobs 2 --threads 1` keeps two cores busier than one run on
+both. Writes NAME.json and NAME.png.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import json
 import statistics
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -52,7 +55,7 @@ RECIPES = (
     Recipe("ttt-1", "eagle3", "own", ("--ttt-steps", "1")),
     Recipe("ttt-5", "eagle3", "own", ("--ttt-steps", "5")),
     Recipe("tree-aware", "eagle3", "own", ("--objective", "tree")),
-    Recipe("all-rows", "eagle3", "own", ("--loss-rows", "all")),
+    Recipe("answers-only", "eagle3", "own", ("--loss-rows", "answers")),
     Recipe("medusa", "medusa", "own"),
     Recipe("eagle-1", "eagle", "own"),
     Recipe("mtp", "mtp", "own"),
@@ -78,6 +81,16 @@ class Ablation:
             "--threads", str(self.threads), "--validate-every", str(steps), "--skip-calibration",
             "--work-dir", str(folder),
             "--out", str(folder / "head"))  # fmt: skip
+
+    def measure(self, recipe: Recipe, seed: int, steps: int, evaluation: tuple[str, ...]) -> dict[str, Any]:
+        """Train a head and let `eyas eval` measure it, unless that was done; its report."""
+        folder = self.work / f"{recipe.name}-{seed}"
+        self.train(recipe, steps, seed, folder)
+        report = folder / "eval.json"
+        if not report.exists():
+            run("eval", str(folder / "head"), *evaluation, "--threads", str(self.threads), "--json", str(report))
+        figures: dict[str, Any] = json.loads(report.read_text())
+        return figures
 
     def record_outside(self) -> None:
         """Record the target's states at the outside text once, for all rows that train on it."""
@@ -112,7 +125,8 @@ def main() -> None:
     parser.add_argument("--seeds", default="0,1")
     parser.add_argument("--rows", default=",".join(recipe.name for recipe in RECIPES))
     parser.add_argument("--shape", default="16x5x4", help="of the tree; a chain of its depth is measured, too")
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=2, help="of each run")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time; paces are measured one at a time")
     parser.add_argument("--only-pace", action="store_true")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "ablation")
     args = parser.parse_args()
@@ -129,23 +143,24 @@ def main() -> None:
         return
     _, depth, _ = args.shape.split("x")
     shapes = [args.shape, f"{int(depth) + 1}x{depth}x1"]
-    rows: list[dict[str, Any]] = []
-    for seed in (int(seed) for seed in args.seeds.split(",")):
-        for recipe in recipes:
-            steps = max(1, round(60 * args.minutes / paces[recipe.name]))
-            folder = args.work / f"{recipe.name}-{seed}"
-            ablation.train(recipe, steps, seed, folder)
-            report = folder / "eval.json"
-            if not report.exists():
-                run("eval", str(folder / "head"), "--prompts", str(args.prompts), "--limit", str(args.limit),
-                    "--shapes", ",".join(shapes), "--threads", str(args.threads), "--json", str(report))  # fmt: skip
-            figures = json.loads(report.read_text())
-            by_shape = {shape["shape"]: shape for shape in figures["heads"][0]["shapes"]}
-            rows.append({
-                "recipe": recipe.name, "seed": seed, "steps": steps, "pace_s": paces[recipe.name],
-                "tree": by_shape[shapes[0]]["acceptance_length"], "chain": by_shape[shapes[1]]["acceptance_length"],
-            })  # fmt: skip
-            machine, settings = figures["machine"], figures["settings"]
+    evaluation = (
+        "--prompts", str(args.prompts), "--limit", str(args.limit), "--shapes", ",".join(shapes), "--batch", "8"
+    )  # fmt: skip
+    runs = [
+        (recipe, int(seed), max(1, round(60 * args.minutes / paces[recipe.name])))
+        for seed in args.seeds.split(",")
+        for recipe in recipes
+    ]
+    with ThreadPoolExecutor(args.jobs) as pool:
+        reports = list(pool.map(lambda run: ablation.measure(*run, evaluation), runs))
+    rows = []
+    for (recipe, seed, steps), figures in zip(runs, reports, strict=True):
+        by_shape = {shape["shape"]: shape for shape in figures["heads"][0]["shapes"]}
+        rows.append({
+            "recipe": recipe.name, "seed": seed, "steps": steps, "pace_s": paces[recipe.name],
+            "tree": by_shape[shapes[0]]["acceptance_length"], "chain": by_shape[shapes[1]]["acceptance_length"],
+        })  # fmt: skip
+    machine, settings = reports[0]["machine"], reports[0]["settings"]
     summary = {
         "minutes": args.minutes, "shapes": shapes, "limit": args.limit, "machine": machine, "settings": settings,
         "rows": rows,

@@ -14,6 +14,7 @@ _OPTIONS = {
     "learning_rate": "lr",
     "matrix_rate": "matrix-lr",
     "num_levels": "ttt-steps",
+    "num_layers": "layers",
     "draft_vocab_size": "draft-vocab",
     "loss_vocab_size": "loss-vocab",
 }

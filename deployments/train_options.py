@@ -77,6 +77,13 @@ def _add_objective(parser: argparse.ArgumentParser, kind: str, defaults: Trainin
     )
     if kind == "eagle3":
         group.add_argument(
+            "--layers",
+            dest="num_layers",
+            type=int,
+            default=defaults.num_layers,
+            help="decoder layers of the head, which begin as the target's last ones",
+        )
+        group.add_argument(
             "--draft-vocab",
             type=int,
             default=defaults.draft_vocab_size,
@@ -149,6 +156,7 @@ def training_config(args: argparse.Namespace, vocab_size: int, max_length: int) 
         kind=args.kind,
         num_steps=args.steps,
         max_minutes=None if args.steps is not None else args.minutes,
+        num_layers=getattr(args, "num_layers", 1),
         draft_vocab_size=min(getattr(args, "draft_vocab", vocab_size), vocab_size),
         loss_vocab_size=min(args.loss_vocab, vocab_size),
         tokens_per_batch=args.batch_tokens,

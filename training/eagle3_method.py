@@ -20,18 +20,29 @@ class Eagle3Method(TrainingMethod[Eagle3Head]):
     """Args:
     aux_layers: residual-stream indices the head fuses; the corpus holds them and then the last one. None takes the
         default ones of the target.
+    num_layers: decoder layers of the head; only the first one reads an embedding.
     """
 
     has_draft_vocabulary = True
 
-    def __init__(self, aux_layers: tuple[int, ...] | None = None) -> None:
+    def __init__(self, aux_layers: tuple[int, ...] | None = None, num_layers: int = 1) -> None:
         self.aux_layers = aux_layers
+        self.num_layers = num_layers
 
     def new_head(self, weights: NewWeights, token_ids: Tensor, num_levels: int) -> Eagle3Head:
-        """It begins as the target's last layer reading its last fused state."""
+        """It begins as the target's last layers reading its last fused state.
+
+        Raises:
+            ValueError: if the target has fewer layers.
+        """
         target = weights.target
+        if self.num_layers > target.num_layers:
+            raise ValueError(
+                f"num_layers: the target has {target.num_layers}, the head cannot begin as {self.num_layers}"
+            )
         aux_layers = self.aux_layers or target.default_aux_layers()
-        hidden, block = target.hidden_size, weights.last_layer()
+        first, *later = range(target.num_layers - self.num_layers, target.num_layers)
+        hidden, block = target.hidden_size, weights.layer(first)
         fuse = weights.noise(hidden, len(aux_layers) * hidden) * 0.1
         fuse[:, -hidden:] += torch.eye(hidden)
         block["hidden_norm.weight"] = block["input_layernorm.weight"]
@@ -42,12 +53,17 @@ class Eagle3Method(TrainingMethod[Eagle3Head]):
         tensors = {
             "fc.weight": fuse,
             **{f"midlayer.{name}": tensor for name, tensor in block.items()},
+            **{
+                f"layers.{place}.{name}": tensor
+                for place, index in enumerate(later, start=1)
+                for name, tensor in weights.layer(index).items()
+            },
             "norm.weight": weights.final_norm(),
             "lm_head.weight": weights.output()[token_ids],
             "d2t": token_ids - torch.arange(token_ids.shape[0]),
             "t2d": torch.zeros(target.vocab_size, dtype=torch.bool).index_fill(0, token_ids, True),
         }
-        config = head_config(target, aux_layers, token_ids.shape[0])
+        config = head_config(target, aux_layers, token_ids.shape[0], self.num_layers)
         return weights.head(load_eagle3, memory_files("eagle3", config, tensors), frozen=("embedding",))
 
     def inputs(self, states: Tensor, output: TargetOutput) -> Tensor:
@@ -61,8 +77,10 @@ class Eagle3Method(TrainingMethod[Eagle3Head]):
         write_folder(folder, "model.safetensors", head.config.raw, head.checkpoint_tensors())
 
 
-def head_config(target: DecoderConfig, aux_layers: tuple[int, ...], draft_vocab_size: int) -> dict[str, Any]:
-    """`config.json` of a head in the published layout, sized like one layer of the target.
+def head_config(
+    target: DecoderConfig, aux_layers: tuple[int, ...], draft_vocab_size: int, num_layers: int = 1
+) -> dict[str, Any]:
+    """`config.json` of a head in the published layout, its layers sized like the target's.
 
     Layer ids are written as residual-stream indices. SGLang, vLLM and Eyas all read them so, unless the first is 1,
     which some take for a layer's output.
@@ -74,7 +92,7 @@ def head_config(target: DecoderConfig, aux_layers: tuple[int, ...], draft_vocab_
         raise ValueError(f"aux_layers: {aux_layers} must lie within the target and must not begin with 1")
     return {
         "architectures": ["LlamaForCausalLMEagle3"],
-        **layer_config(target),
+        **layer_config(target, num_layers),
         "draft_vocab_size": draft_vocab_size,
         "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(aux_layers), "use_aux_hidden_state": True},
     }

@@ -110,7 +110,11 @@ class NewWeights:
 
     def last_layer(self) -> dict[str, Tensor]:
         """All tensors of the last decoder layer, named from within it."""
-        prefix = f"model.layers.{self.target.num_layers - 1}."
+        return self.layer(self.target.num_layers - 1)
+
+    def layer(self, index: int) -> dict[str, Tensor]:
+        """All tensors of a decoder layer, counted from 0, named from within it."""
+        prefix = f"model.layers.{index}."
         return {
             name.removeprefix(prefix): self._checkpoint.read(name, self._checkpoint.shape(name), torch.float32)
             for name in self._checkpoint.names
@@ -132,11 +136,11 @@ class NewWeights:
         return head
 
 
-def layer_config(target: DecoderConfig) -> dict[str, Any]:
-    """Fields of a head's `config.json` that size it like one layer of the target."""
+def layer_config(target: DecoderConfig, num_layers: int = 1) -> dict[str, Any]:
+    """Fields of a head's `config.json` that size it like layers of the target."""
     return {
         "model_type": "llama",
-        "num_hidden_layers": 1,
+        "num_hidden_layers": num_layers,
         "hidden_size": target.hidden_size,
         "intermediate_size": target.intermediate_size,
         "num_attention_heads": target.num_heads,

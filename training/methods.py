@@ -25,7 +25,7 @@ def training_method(config: TrainingConfig, aux_layers: tuple[int, ...] | None =
     if config.kind == "eagle":
         return EagleMethod()
     if config.kind == "eagle3":
-        return Eagle3Method(aux_layers)
+        return Eagle3Method(aux_layers, config.num_layers)
     if config.kind == "mtp":
         return MtpMethod()
     raise ValueError(f"kind: {config.kind} cannot be trained; use one of {KINDS}")

@@ -10,7 +10,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+
+from eyas.models.layers import GatedMLP, SelfAttention
 
 
 class HeadOptimizer:
@@ -29,8 +31,9 @@ class HeadOptimizer:
         others = [weight for name, weight in trained.items() if not is_matrix[name]]
         self._weights = list(trained.values())
         self._stacks = [weight for name, weight in trained.items() if is_matrix[name]]
-        # Muon takes single matrices; those of a stack share its memory.
-        self._slices = [list(weight.detach().view(-1, *weight.shape[-2:])) for weight in self._stacks]
+        # Muon takes single matrices; those of a stack or of a merged projection share its memory.
+        self._rows = _merged_rows(head)
+        self._slices = [self._matrices(weight, weight.detach()) for weight in self._stacks]
         matrices = [matrix for slices in self._slices for matrix in slices]
         self._optimizers: list[torch.optim.Optimizer] = [
             torch.optim.AdamW(others, rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
@@ -52,12 +55,17 @@ class HeadOptimizer:
         torch.nn.utils.clip_grad_norm_(self._weights, max_grad_norm)
         for weight, slices in zip(self._stacks, self._slices, strict=True):
             if weight.grad is not None:
-                for matrix, gradient in zip(slices, weight.grad.view(-1, *weight.shape[-2:]), strict=True):
+                for matrix, gradient in zip(slices, self._matrices(weight, weight.grad), strict=True):
                     matrix.grad = gradient
         for optimizer in self._optimizers:
             optimizer.step()
         for weight in self._weights:
             weight.grad = None
+
+    def _matrices(self, weight: nn.Parameter, values: Tensor) -> list[Tensor]:
+        """Views of `values`, of a weight's shape, one for each matrix the weight holds."""
+        rows = self._rows.get(weight, [weight.shape[-2]])
+        return [matrix for stacked in values.view(-1, *weight.shape[-2:]) for matrix in stacked.split(rows)]
 
     def state(self) -> list[dict[str, Any]]:
         """All that `load_state` needs to go on exactly."""
@@ -67,3 +75,16 @@ class HeadOptimizer:
         """Restore what `state` gave."""
         for optimizer, part in zip(self._optimizers, state, strict=True):
             optimizer.load_state_dict(part)
+
+
+def _merged_rows(head: nn.Module) -> dict[nn.Parameter, list[int]]:
+    """Rows of each projection in a weight that holds several, which are orthogonalised apart: they are apart in all but
+    the product, and it is less work."""
+    rows: dict[nn.Parameter, list[int]] = {}
+    for module in head.modules():
+        if isinstance(module, SelfAttention):
+            heads = (module.num_heads, module.num_kv_heads, module.num_kv_heads)
+            rows[module.qkv.weight] = [count * module.head_dim for count in heads]
+        elif isinstance(module, GatedMLP):
+            rows[module.gate_up.weight] = [module.gate_up.weight.shape[0] // 2] * 2
+    return rows

@@ -28,7 +28,7 @@ class RunConfig:
 
     num_steps: int | None = None
     max_minutes: float | None = None
-    tokens_per_batch: int = 3000
+    tokens_per_batch: int = 1000
     max_length: int = 2048
     num_levels: int = 3
     level_decay: float = 0.8

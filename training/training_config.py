@@ -18,6 +18,7 @@ class TrainingConfig(RunConfig):
     Args:
         kind: of head: eagle3, eagle, medusa or mtp. Its levels are steps of the training-time test, or the heads of
             Medusa.
+        num_layers: decoder layers of an EAGLE-3 head.
         draft_vocab_size: target ids an EAGLE-3 head can propose, the most frequent ones of the answers.
         loss_vocab_size: those the loss of every batch is taken over, the most frequent ones, too.
         num_sampled: ids of the others that stand for them in the loss of a batch, see `Objective`.
@@ -30,14 +31,15 @@ class TrainingConfig(RunConfig):
     """
 
     kind: str
+    num_layers: int = 1
     draft_vocab_size: int = 8192
-    loss_vocab_size: int = 8192
+    loss_vocab_size: int = 3072
     num_sampled: int = 2048
     has_own_projection: bool = False
     objective: str = "distill"
     tree_width: int = 4
     tree_share: float = 0.5
-    loss_rows: str = "answers"
+    loss_rows: str = "all"
     feature_noise: float = 0.0
     matrix_rate: float = 1e-2
     matrix_decay: float = 0.1
@@ -47,7 +49,9 @@ class TrainingConfig(RunConfig):
 
     def __post_init__(self) -> None:
         RunConfig.__post_init__(self)  # super() does not find its class in one with slots
-        self.require_whole("draft_vocab_size", "loss_vocab_size", "tree_width", "validation_levels", "validate_every")
+        self.require_whole(
+            "num_layers", "draft_vocab_size", "loss_vocab_size", "tree_width", "validation_levels", "validate_every"
+        )
         if self.kind == "eagle3" and self.draft_vocab_size < WIDTH:
             raise ValueError(
                 f"draft_vocab_size: must be at least {WIDTH}, the candidates of a node, got {self.draft_vocab_size}"

@@ -37,6 +37,7 @@ def test_options_of_one_kind() -> None:
     check("medusa", "--num-heads")
     check("mtp", "--ttt-steps")
     check("eagle3", "--draft-vocab")
+    check("eagle3", "--layers")
 
 
 def check(kind: str, name: str) -> None:

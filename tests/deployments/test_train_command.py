@@ -169,6 +169,7 @@ def test_a_corpus_that_is_empty_is_refused(target: Path, tmp_path: Path) -> None
         (["eagle"], "num_levels", 3),
         (["mtp", "--loss-vocab", "100"], "loss_vocab", 100),
         (["eagle3", "--draft-vocab", "100"], "draft_vocab", 100),
+        (["eagle3", "--layers", "2"], "num_layers", 2),
         (["mtp"], "work_dir", Path("runs/mtp")),
         (["eagle"], "matrix_lr", 3e-3),
         (["mtp"], "corpus", None),
@@ -188,7 +189,7 @@ def test_options_reach_the_run(kind: str) -> None:
         "--objective": ("objective", "tree"),
         "--tree-width": ("tree_width", 7),
         "--tree-share": ("tree_share", 0.3),
-        "--loss-rows": ("loss_rows", "all"),
+        "--loss-rows": ("loss_rows", "answers"),
         "--level-decay": ("level_decay", 0.9),
         "--feature-noise": ("feature_noise", 0.05),
         "--batch-tokens": ("tokens_per_batch", 123),
@@ -208,6 +209,6 @@ def test_options_reach_the_run(kind: str) -> None:
     for name, value in given.values():
         assert getattr(config, name) == value
         assert getattr(plain, name) != value
-    assert plain.objective_options == ObjectiveOptions()
+    assert plain.objective_options == ObjectiveOptions(loss_rows="all")
     assert (plain.max_minutes, plain.draft_vocab_size, plain.max_length) == (60.0, 1000, 77)
     assert config.max_minutes is None

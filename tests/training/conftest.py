@@ -46,20 +46,24 @@ def target_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     }
     (folder / "config.json").write_text(json.dumps(config))
     generator = torch.Generator().manual_seed(0)
-    last = f"model.layers.{NUM_LAYERS - 1}"
     shapes = {
-        "model.embed_tokens": (VOCAB, HIDDEN),
-        f"{last}.self_attn.q_proj": (32, HIDDEN),
-        f"{last}.self_attn.k_proj": (16, HIDDEN),
-        f"{last}.self_attn.v_proj": (16, HIDDEN),
-        f"{last}.self_attn.o_proj": (HIDDEN, 32),
-        f"{last}.mlp.gate_proj": (48, HIDDEN),
-        f"{last}.mlp.up_proj": (48, HIDDEN),
-        f"{last}.mlp.down_proj": (HIDDEN, 48),
+        "self_attn.q_proj": (32, HIDDEN),
+        "self_attn.k_proj": (16, HIDDEN),
+        "self_attn.v_proj": (16, HIDDEN),
+        "self_attn.o_proj": (HIDDEN, 32),
+        "mlp.gate_proj": (48, HIDDEN),
+        "mlp.up_proj": (48, HIDDEN),
+        "mlp.down_proj": (HIDDEN, 48),
     }
-    norms = ["model.norm", f"{last}.input_layernorm", f"{last}.post_attention_layernorm"]
-    tensors = {f"{name}.weight": torch.randn(shape, generator=generator) * 0.3 for name, shape in shapes.items()}
-    tensors |= {f"{name}.weight": 1 + 0.1 * torch.randn(HIDDEN, generator=generator) for name in norms}
+    tensors: dict[str, torch.Tensor] = {}
+    for index, outside in ((NUM_LAYERS - 1, True), (NUM_LAYERS - 2, False)):
+        layer = f"model.layers.{index}"
+        matrices = {"model.embed_tokens": (VOCAB, HIDDEN)} if outside else {}
+        matrices |= {f"{layer}.{name}": shape for name, shape in shapes.items()}
+        norms = ["model.norm"] if outside else []
+        norms += [f"{layer}.input_layernorm", f"{layer}.post_attention_layernorm"]
+        tensors |= {f"{name}.weight": torch.randn(shape, generator=generator) * 0.3 for name, shape in matrices.items()}
+        tensors |= {f"{name}.weight": 1 + 0.1 * torch.randn(HIDDEN, generator=generator) for name in norms}
     save_file(tensors, folder / "model.safetensors")
     return folder
 
@@ -92,9 +96,13 @@ def new_eagle3(target: DecoderConfig, target_folder: Path) -> Callable[..., Eagl
     """Makes an EAGLE-3 head for a draft vocabulary."""
 
     def make(
-        token_ids: Tensor, dtype: torch.dtype = torch.float32, seed: int = 0, aux_layers: tuple[int, ...] = (2, 3, 5)
+        token_ids: Tensor,
+        dtype: torch.dtype = torch.float32,
+        seed: int = 0,
+        aux_layers: tuple[int, ...] = (2, 3, 5),
+        num_layers: int = 1,
     ) -> Eagle3Head:
         weights = NewWeights(target_folder, target, dtype, seed)
-        return Eagle3Method(aux_layers).new_head(weights, token_ids, num_levels=3)
+        return Eagle3Method(aux_layers, num_layers).new_head(weights, token_ids, num_levels=3)
 
     return make

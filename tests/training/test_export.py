@@ -16,25 +16,27 @@ from eyas.training.export import draw_curve
 from eyas.training.training_log import StepRecord, TrainingLog, ValidationLog, ValidationRecord
 
 
-@pytest.mark.parametrize("aux_layers", [(2, 3, 5), (0, 3), (3, 1, 6)])
+@pytest.mark.parametrize(("aux_layers", "num_layers"), [((2, 3, 5), 1), ((0, 3), 1), ((3, 1, 6), 1), ((2, 3, 5), 2)])
 def test_an_exported_head_loads_back_identical(
     target: DecoderConfig,
     target_folder: Path,
     new_eagle3: Callable[..., Eagle3Head],
     tmp_path: Path,
     aux_layers: tuple[int, ...],
+    num_layers: int,
 ) -> None:
     """Catches a tensor exported under another's name, a vocabulary map off by its offsets, and shifted aux layers."""
     token_ids = torch.arange(1, 64, 3)
-    head = new_eagle3(token_ids, torch.bfloat16, aux_layers=aux_layers)
+    head = new_eagle3(token_ids, torch.bfloat16, aux_layers=aux_layers, num_layers=num_layers)
     with torch.no_grad():
         for weight in head.parameters():  # every value one that bfloat16 can hold
             weight.copy_(weight.to(torch.bfloat16))
-    Eagle3Method(aux_layers).export(head, tmp_path)
+    Eagle3Method(aux_layers, num_layers).export(head, tmp_path)
     loaded = load_head(tmp_path, TargetWeights(target_folder, target), torch.bfloat16, torch.device("cpu"))
     assert isinstance(loaded, Eagle3Head)
     assert loaded.config == head.config
     assert loaded.config.aux_layers == aux_layers
+    assert loaded.config.raw["num_hidden_layers"] == loaded.config.layers.num_layers == num_layers
     assert loaded.candidate_ids.tolist() == token_ids.tolist()
     expected = dict(head.named_parameters())
     for name, weight in loaded.named_parameters():

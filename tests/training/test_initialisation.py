@@ -3,6 +3,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
 
 from eyas.models.checkpoint import Checkpoint
@@ -25,6 +26,20 @@ def test_a_new_head_starts_from_the_target(new_eagle3: Callable[..., Eagle3Head]
     assert head.embedding.dtype == torch.bfloat16
     states = torch.randn(4, 96)
     torch.testing.assert_close(head.fc(states), states[:, 64:], atol=0.15, rtol=0)
+
+
+def test_a_head_of_two_layers_starts_from_the_last_two(
+    new_eagle3: Callable[..., Eagle3Head], target: DecoderConfig, target_folder: Path
+) -> None:
+    """Catches the target's layers in another order, and more layers than the target has taken from nowhere."""
+    tensors, checkpoint = new_eagle3(torch.arange(4), num_layers=2).checkpoint_tensors(), Checkpoint(target_folder)
+    for place, index in (("midlayer", 4), ("layers.1", 5)):
+        expected = checkpoint.read(f"model.layers.{index}.mlp.up_proj.weight", (48, 32), torch.float32)
+        assert torch.equal(tensors[f"{place}.mlp.up_proj.weight"], expected)
+    query = checkpoint.read("model.layers.5.self_attn.q_proj.weight", (32, 32), torch.float32)
+    assert torch.equal(tensors["layers.1.self_attn.q_proj.weight"], query)
+    with pytest.raises(ValueError, match=r"^num_layers: the target has 6, the head cannot begin as 7$"):
+        new_eagle3(torch.arange(4), num_layers=7)
 
 
 def test_seeds_differ_and_repeat(new_eagle3: Callable[..., Eagle3Head]) -> None:

@@ -151,6 +151,15 @@ def test_a_tiny_corpus_is_learnt(make_trainer: Any, dtype: str, matrix_rate: flo
     assert all(weight.dtype == torch.float32 for weight in trainer.head.parameters() if weight.requires_grad)
 
 
+def test_both_layers_of_a_head_are_trained(make_trainer: Any) -> None:
+    """Catches a number of layers lost on the way to the head, and a layer without an optimiser."""
+    trainer = make_trainer(num_layers=2, matrix_rate=3e-2)
+    before = {name: weight.detach().clone() for name, weight in trainer.weights.items()}
+    trainer.run(Recorder())
+    assert trainer.head.config.layers.num_layers == 2
+    assert not [name for name, weight in trainer.weights.items() if torch.equal(weight, before[name])]
+
+
 @pytest.mark.parametrize(
     ("kind", "kill_after"), [("eagle3", 1), ("eagle3", 7), ("medusa", 7), ("eagle", 7), ("mtp", 7)]
 )
