@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, fields
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -44,11 +45,17 @@ class StateFile:
         """What was written, its tensors on the CPU; None for a new run.
 
         Raises:
-            ValueError: if the number of ranks or a setting has changed since.
+            ValueError: if the number of ranks or a setting has changed since, or the file is damaged.
         """
         if not self.path.exists():
             return None
-        state: dict[str, Any] = torch.load(self.path, map_location="cpu", weights_only=True)
+        try:
+            state: dict[str, Any] = torch.load(self.path, map_location="cpu", weights_only=True)
+        except (RuntimeError, EOFError, UnpicklingError) as error:
+            raise ValueError(
+                f"{self.path} is damaged and cannot be resumed from; remove it to begin anew, or choose another work "
+                "folder"
+            ) from error
         if "step" not in state:
             raise ValueError(f"{self.path} was written by an earlier version; choose another work folder")
         num_ranks = state.get("num_ranks", 1)

@@ -47,6 +47,17 @@ def test_a_write_cut_short_leaves_the_last_state(tmp_path: Path, monkeypatch: py
     assert read["step"] == 2
 
 
+@pytest.mark.parametrize("kept", [0, 1, 100, 0.5, 0.99])
+def test_a_damaged_state_is_refused(tmp_path: Path, kept: float) -> None:
+    """Catches a stack trace, and a run begun anew over hours of work, where the disk has lost part of the file."""
+    file = state_file(tmp_path)
+    file.write(CONTENT)
+    content = file.path.read_bytes()
+    file.path.write_bytes(content[: int(kept * len(content)) if 0 < kept < 1 else int(kept)])
+    with pytest.raises(ValueError, match=r"training-state\.pt is damaged and cannot be resumed from; remove it"):
+        file.read()
+
+
 def test_what_has_changed_is_refused(tmp_path: Path) -> None:
     """Catches a run that silently goes on with other settings or batches than it was begun with."""
     state_file(tmp_path, 2).write(CONTENT)
