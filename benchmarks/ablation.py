@@ -56,6 +56,8 @@ RECIPES = (
     Recipe("ttt-5", "eagle3", "own", ("--ttt-steps", "5")),
     Recipe("tree-aware", "eagle3", "own", ("--objective", "tree")),
     Recipe("answers-only", "eagle3", "own", ("--loss-rows", "answers")),
+    Recipe("large-batches", "eagle3", "own", ("--batch-tokens", "3000")),
+    Recipe("two-layers", "eagle3", "own", ("--layers", "2")),
     Recipe("medusa", "medusa", "own"),
     Recipe("eagle-1", "eagle", "own"),
     Recipe("mtp", "mtp", "own"),
