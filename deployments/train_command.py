@@ -21,6 +21,7 @@ from eyas.deployments.train_job import TrainJob, TrainResult
 from eyas.deployments.train_options import add_train_options, training_config
 from eyas.models.catalog import resolve_target
 from eyas.models.config import DecoderConfig
+from eyas.training.eagle3_method import check_layers
 from eyas.training.export import draw_curve
 from eyas.training.methods import KINDS
 from eyas.training.training_config import TrainingConfig
@@ -57,6 +58,7 @@ def run_train(args: argparse.Namespace) -> int:
     max_length = text_length(args, target)
     with options_named(args):
         config = training_config(args, target.vocab_size, max_length)
+        check_layers(config.num_layers, target)
     refuse_ignored(args)
     require_folder("--out", args.out)
     require_new(args.out, args.work_dir)

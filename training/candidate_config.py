@@ -20,6 +20,7 @@ class CandidateConfig(RunConfig):
     head: str
     rank: int
     num_candidates: int
+    tokens_per_batch: int = 3000
     learning_rate: float = 3e-3
 
     def __post_init__(self) -> None:

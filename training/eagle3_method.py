@@ -36,10 +36,7 @@ class Eagle3Method(TrainingMethod[Eagle3Head]):
             ValueError: if the target has fewer layers.
         """
         target = weights.target
-        if self.num_layers > target.num_layers:
-            raise ValueError(
-                f"num_layers: the target has {target.num_layers}, the head cannot begin as {self.num_layers}"
-            )
+        check_layers(self.num_layers, target)
         aux_layers = self.aux_layers or target.default_aux_layers()
         first, *later = range(target.num_layers - self.num_layers, target.num_layers)
         hidden, block = target.hidden_size, weights.layer(first)
@@ -75,6 +72,12 @@ class Eagle3Method(TrainingMethod[Eagle3Head]):
 
     def export(self, head: Eagle3Head, folder: Path) -> None:
         write_folder(folder, "model.safetensors", head.config.raw, head.checkpoint_tensors())
+
+
+def check_layers(num_layers: int, target: DecoderConfig) -> None:
+    """Raise `ValueError` if a head of so many layers cannot begin as the last ones of the target."""
+    if num_layers > target.num_layers:
+        raise ValueError(f"num_layers: the target has {target.num_layers}, the head cannot begin as {num_layers}")
 
 
 def head_config(

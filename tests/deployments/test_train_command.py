@@ -160,6 +160,16 @@ def test_a_corpus_that_is_empty_is_refused(target: Path, tmp_path: Path) -> None
         arguments.run(arguments)
 
 
+def test_more_layers_than_the_target_has_are_refused_first(target: Path, tmp_path: Path) -> None:
+    """Catches a corpus written for an hour before the head turns out impossible, and an error without the option."""
+    work = tmp_path / "work"
+    arguments = parse("eagle3", "--target", str(target), "--out", str(tmp_path / "head"), "--work-dir", str(work),
+                      "--layers", "99")  # fmt: skip
+    with pytest.raises(ValueError, match=r"^--layers: the target has \d+, the head cannot begin as 99$"):
+        arguments.run(arguments)
+    assert not work.exists()
+
+
 @pytest.mark.parametrize(
     ("arguments", "name", "value"),
     [

@@ -40,6 +40,19 @@ def test_every_trained_weight_moves_by_its_own_rate(heads: list[Eagle3Head], mat
         assert moved == pytest.approx(expected, rel=0.35), name
 
 
+def test_merged_projections_are_orthogonalised_apart(heads: list[Eagle3Head]) -> None:
+    """Catches rows of query, key and value, or of gate and up, cut at the wrong places, or taken for one matrix."""
+    head, start = heads
+    step_with_random_gradients(head, HeadOptimizer(head, 0.001, 0.02, 0.0), seed=0)
+    for moved, before, rows in (
+        (head.attention.qkv.weight, start.attention.qkv.weight, [32, 16, 16]),
+        (head.mlp.gate_up.weight, start.mlp.gate_up.weight, [48, 48]),
+    ):
+        for matrix in (moved - before).detach().split(rows):
+            values = torch.linalg.svdvals(matrix)
+            assert values.min() > 0.5 * values.max()
+
+
 def test_state_goes_on_exactly(heads: list[Eagle3Head]) -> None:
     """Catches momentum of either optimiser that is lost on resume."""
     head, resumed = heads
