@@ -181,10 +181,13 @@ class TrainingLoop:
     def read_state(self) -> dict[str, Any] | None:
         """What `save` has written, after which the loop stands where it did then; None for a new run.
 
+        A run that was given more steps since follows the curve of the longer run's rates from here on.
+
         Raises:
             ValueError: naming what has changed since: the number of ranks or a setting.
         """
         state = self.ranks.agree(self._file.read() if self.ranks.is_first else None)
         if state is not None:
-            self.step, self.num_steps, self.elapsed_s = state["step"], state["num_steps"], state["elapsed_s"]
+            self.step, self.elapsed_s = state["step"], state["elapsed_s"]
+            self.num_steps = self.config.num_steps or state["num_steps"]
         return state

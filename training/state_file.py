@@ -44,6 +44,8 @@ class StateFile:
     def read(self) -> dict[str, Any] | None:
         """What was written, its tensors on the CPU; None for a new run.
 
+        A run may be given more steps than it was begun with, but no fewer.
+
         Raises:
             ValueError: if the number of ranks or a setting has changed since, or the file is damaged.
         """
@@ -68,9 +70,16 @@ class StateFile:
         # A setting that an earlier version did not have yet was at its default.
         written = {field.name: field.default for field in fields(self._config)} | written
         changed = [name for name in written if name not in _MAY_CHANGE and given.get(name) != written[name]]
+        if "num_steps" in changed and self._is_longer(written["num_steps"]):
+            changed.remove("num_steps")
         if changed:
             raise ValueError(
                 f"{self.path} was written with {changed[0]} = {written[changed[0]]}, now it is "
                 f"{given.get(changed[0])}; resume with the same settings or choose another work folder"
             )
         return state
+
+    def _is_longer(self, num_steps: int | None) -> bool:
+        """Whether the run has more steps now; one whose length came from minutes is not compared."""
+        given = self._config.num_steps
+        return given is not None and num_steps is not None and given > num_steps

@@ -67,6 +67,15 @@ def test_what_has_changed_is_refused(tmp_path: Path) -> None:
         state_file(tmp_path, 2, seed=1).read()
 
 
+def test_a_run_may_be_given_more_steps_but_no_fewer(tmp_path: Path) -> None:
+    """Catches a run that cannot be made longer, and one that is cut short or planned anew without a word."""
+    state_file(tmp_path).write(CONTENT)
+    assert state_file(tmp_path, num_steps=5).read() is not None
+    for changes in ({"num_steps": 2}, {"num_steps": None, "max_minutes": 1.0}, {"num_steps": 5, "seed": 1}):
+        with pytest.raises(ValueError, match="resume with the same settings"):
+            state_file(tmp_path, **changes).read()
+
+
 def test_a_setting_that_is_newer_than_the_state_was_at_its_default(tmp_path: Path) -> None:
     """Catches a run of an earlier version that cannot be resumed, and one that goes on with a new setting."""
     file = state_file(tmp_path)

@@ -99,6 +99,25 @@ def test_several_folders_are_one_corpus(new_trainer: Any, shard: Shard, corpus_f
             new_trainer(folders)
 
 
+def test_more_steps_follow_the_longer_curve(make_trainer: Any) -> None:
+    """Catches a longer run that ends where the shorter one would have, or goes on at the rates of its end."""
+    num_steps = CONFIG.num_steps
+    assert num_steps is not None
+    interrupted = make_trainer("work")
+    interrupted.run(Recorder(), stop_after=2)
+    interrupted.save()
+    make_trainer("finished").run(Recorder())
+    for work, done in (("work", 2), ("finished", num_steps)):
+        recorder = Recorder()
+        trainer = make_trainer(work, num_steps=2 * num_steps)
+        trainer.run(recorder)
+        assert trainer.num_steps == trainer.step == 2 * num_steps
+        longer = [trainer.config.rate_share(step, 2 * num_steps) for step in range(done, 2 * num_steps)]
+        assert [record.rate_share for record in recorder.records] == longer
+    with pytest.raises(ValueError, match=f"num_steps = {2 * num_steps}, now it is {num_steps}"):
+        make_trainer("work")
+
+
 def test_a_state_that_names_no_folders_is_refused(new_trainer: Any, corpus_folder: Path, tmp_path: Path) -> None:
     """Catches a trace on the state of an earlier version."""
     new_trainer([corpus_folder]).save()
