@@ -6,7 +6,8 @@ Letters: T rows, A fused layers, H target hidden.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -143,16 +144,32 @@ def epoch_batches(
     """One epoch in an order that depends on `(seed, epoch)` alone.
 
     Shuffled conversations are sorted by length within pools of some batches, so that a batch is of like length but its
-    company changes from epoch to epoch; then the batches are shuffled.
+    company changes from epoch to epoch; then the batches are filled up and shuffled.
     """
     generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
     shuffled = [conversations[index] for index in torch.randperm(len(conversations), generator=generator).tolist()]
     batches = [
         batch
         for pool in make_batches(shuffled, tokens_per_batch * _BATCHES_PER_POOL)
-        for batch in make_batches(sorted(pool, key=lambda item: item.length), tokens_per_batch)
+        for batch in _filled(sorted(pool, key=lambda item: item.length), tokens_per_batch)
     ]
     return [batches[index] for index in torch.randperm(len(batches), generator=generator).tolist()]
+
+
+def _filled(conversations: list[Conversation], tokens_per_batch: int) -> list[list[Conversation]]:
+    """Batches, each filled up with the beginnings of texts of the following ones, the first coming after the last, so
+    that all are of one size: a kernel is made, and memory found, for every new size."""
+    batches = make_batches(conversations, tokens_per_batch)
+    filled = []
+    for index, batch in enumerate(batches):
+        room = tokens_per_batch - sum(item.length for item in batch)
+        others = chain.from_iterable([*batches[index + 1 :], *batches[:index]])
+        added = []
+        while room > 0 and (item := next(others, None)) is not None:
+            added.append(replace(item, length=min(item.length, room)))
+            room -= added[-1].length
+        filled.append([*batch, *added])
+    return filled
 
 
 def training_order(

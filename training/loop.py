@@ -19,7 +19,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from eyas.training.batch import Batch
-from eyas.training.heap import return_freed_memory
+from eyas.training.heap import keep_freed_memory, return_freed_memory
 from eyas.training.ranks import ALONE, Ranks
 from eyas.training.run_config import RunConfig
 from eyas.training.state_file import StateFile
@@ -27,7 +27,7 @@ from eyas.training.training_log import LOG_FILE, StepRecord, TrainingLog
 
 _PACE_STEPS = 20  # steps timed before a run given in minutes knows its number of steps
 _SLACK = 0.95  # of the minutes is planned with, because a shared machine slows down
-_TRIM_STEPS = 10
+_TRIM_STEPS = 100
 
 
 class StepObserver(Protocol):
@@ -116,6 +116,7 @@ class TrainingLoop:
         """
         if self.step == 0:
             self.save(trained)  # from here on the choice of shards is fixed
+        keep_freed_memory()
         with closing(TrainingLog(self.log_file(LOG_FILE), self.step)) as log:
             begin, last_save = time.monotonic() - self.elapsed_s, time.monotonic()
             while not self._is_finished(validations):

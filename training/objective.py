@@ -22,6 +22,9 @@ from eyas.training.method import TrainingMethod
 from eyas.training.objective_options import DISTILL, ObjectiveOptions
 from eyas.training.tree_loss import tree_cross_entropy
 
+_PROJECTION = "head.output.weight"
+_ROW_STEP = 128  # a kernel is made, and memory found, for every new size
+
 
 @dataclass(frozen=True, slots=True)
 class _Truth:
@@ -84,12 +87,13 @@ class Objective(nn.Module):
         batch, so that a resumed run repeats it and ranks draw their own.
         """
         dtype = self.output.weight.dtype
-        copies = {name: weight.to(dtype) for name, weight in self.named_parameters()}
+        copies = {name: weight if name == _PROJECTION else weight.to(dtype) for name, weight in self.named_parameters()}
         loss, accuracy = functional_call(self, copies, (batch, step))
         return loss, accuracy
 
     def forward(self, batch: Batch, step: int = 0) -> tuple[Tensor, Tensor]:
-        """`compute` in the dtype the weights have. Only rows that the loss can hold count."""
+        """`compute` in the dtype the weights have, but for the projection, of which few rows may be scored. Only rows
+        that the loss can hold count."""
         method, options = self.method, self.options
         if options.loss_rows == "all":
             batch = whole_texts(batch)
@@ -115,9 +119,11 @@ class Objective(nn.Module):
                 self.num_kept = kept.shape[0]
             projection = method.projection(self.head, level)
             if projection not in weights:
-                weights[projection] = _rows(projection, columns)
-            projected = method.projected(self.head, states.index_select(0, kept), level)
-            loss, agrees = self._token_loss(projected, weights[projection], truth.take(rows[kept]), bias)
+                weights[projection] = _rows(projection, columns).to(recorded.dtype)
+            scored = _rounded_up(kept)
+            projected = method.projected(self.head, states.index_select(0, scored), level)
+            compared_with = truth.take(rows[scored])
+            loss, agrees = self._token_loss(projected, weights[projection], compared_with, bias, kept.shape[0])
             loss = method.cross_entropy_share * loss
             foretold = is_foretold[rows].nonzero().squeeze(1)
             if foretold.shape[0]:
@@ -125,7 +131,7 @@ class Objective(nn.Module):
                 state_loss = method.state_loss(states.index_select(0, foretold), following)
                 loss = loss if state_loss is None else loss + state_loss
             total = total + self.level_decay**level * loss
-            accuracies.append(agrees.float().sum() / max(1, kept.shape[0]))
+            accuracies.append(agrees[: kept.shape[0]].float().sum() / max(1, kept.shape[0]))
         return total, torch.stack(accuracies)
 
     def _with_noise(self, inputs: Tensor, batch: Batch, step: int) -> Tensor:
@@ -147,12 +153,14 @@ class Objective(nn.Module):
             return _Truth(None, tokens), tokens >= 0
         scored = self.output.restricted(self.head.candidate_ids[columns])
         logits = scored.logits(recorded[:, -self.output.norm.shape[0] :])
-        return _Truth(target_distribution(logits + bias), logits.argmax(dim=-1)), (tokens >= 0) | (emitted < 0)
+        return _Truth(target_distribution(logits + bias), logits.max(dim=-1).indices), (tokens >= 0) | (emitted < 0)
 
-    def _token_loss(self, states: Tensor, weight: Tensor, truth: _Truth, bias: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean loss of rows, and where the favourite is the first candidate."""
-        num_rows = states.shape[0]
-        row_weights = torch.full((num_rows,), 1.0 / max(1, num_rows), device=states.device)
+    def _token_loss(
+        self, states: Tensor, weight: Tensor, truth: _Truth, bias: Tensor, num_rows: int
+    ) -> tuple[Tensor, Tensor]:
+        """Mean loss of the first `num_rows` rows, and where the favourite is the first candidate."""
+        row_weights = torch.zeros(states.shape[0], device=states.device)
+        row_weights[:num_rows] = 1.0 / max(1, num_rows)
         if truth.probs is None:
             return hard_cross_entropy(states, weight, truth.favourites, row_weights, bias)
         if self.options.name == "tree":
@@ -172,7 +180,10 @@ class Objective(nn.Module):
         is_left = self._is_other.clone()
         is_left[present] = False
         left = is_left.nonzero().squeeze(1)
-        num_sampled = min(self._num_sampled, left.shape[0])
+        # Up to an eighth more, so that the loss mostly has as many columns as in other batches: see _ROW_STEP.
+        step = max(1, self._num_sampled // 8)
+        in_all = -(-(always.shape[0] + self._num_sampled) // step) * step if self._num_sampled else 0
+        num_sampled = min(max(0, in_all - always.shape[0]), left.shape[0])
         bias = torch.zeros(always.shape[0] + num_sampled, dtype=dtype, device=device)
         if not num_sampled:
             return always, bias
@@ -192,6 +203,12 @@ class Objective(nn.Module):
 def whole_texts(batch: Batch) -> Batch:
     """The same conversations as if the target had written every token."""
     return replace(batch, is_answer=torch.ones_like(batch.is_answer), prompt_lengths=[0] * len(batch.lengths))
+
+
+def _rounded_up(rows: Tensor) -> Tensor:
+    """Row numbers, the first one repeated until there are a multiple of `_ROW_STEP`."""
+    missing = -rows.shape[0] % _ROW_STEP
+    return torch.cat([rows, rows[:1].expand(missing)]) if rows.shape[0] else rows
 
 
 def _rows(weight: Tensor, columns: Tensor) -> Tensor:

@@ -14,12 +14,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from eyas.kernels.attention_options import PLAIN_ATTENTION, AttentionOptions
 from eyas.models.head import DraftHead
 from eyas.training.batch import Batch
+
+_LENGTH_STEP = 32
 
 
 def training_time_test(head: DraftHead, features: Tensor, batch: Batch, num_steps: int) -> list[Tensor]:
@@ -65,7 +68,7 @@ class ChainAttention:
         self._keys: dict[int, list[Tensor]] = {}
         self._values: dict[int, list[Tensor]] = {}
         self._device = batch.token_ids.device
-        self._columns = torch.arange(max(batch.lengths), device=self._device)
+        self._columns = torch.arange(_rounded(max(batch.lengths)), device=self._device)
         self._bases = self._columns[None]  # [1, S], then [B, Q]
 
     def begin_step(self, step: int) -> None:
@@ -73,7 +76,7 @@ class ChainAttention:
         self._step = step
         self._counts = self._batch.num_bases(step)
         first_bases = torch.tensor(self._batch.first_bases, device=self._device)
-        self._bases = first_bases[:, None] + torch.arange(max(self._counts), device=self._device)
+        self._bases = first_bases[:, None] + torch.arange(_rounded(max(self._counts)), device=self._device)
 
     def __call__(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions = PLAIN_ATTENTION
@@ -81,7 +84,7 @@ class ChainAttention:
         """`query [R, Hq, D]`, `key` and `value [R, Hkv, D]` to `[R, Hq, D]`."""
         if replace(options, scale=None, window=None) != PLAIN_ATTENTION:
             raise ValueError("heads whose attention has a softcap or sinks cannot be run by training-time test")
-        query, key, value = (pad_sequence(x.split(self._counts), batch_first=True) for x in (query, key, value))
+        query, key, value = (_padded(x, self._counts) for x in (query, key, value))
         keys, values = self._keys.setdefault(layer, []), self._values.setdefault(layer, [])
         keys.append(key)
         values.append(value)
@@ -117,3 +120,15 @@ class ChainAttention:
         for index, value in enumerate(chain_values):
             attended = attended + weights[..., num_causal + index, None] * value
         return attended
+
+
+def _padded(rows: Tensor, counts: list[int]) -> Tensor:
+    """Rows of conversations end to end, `[R, ...]` to `[B, rounded longest, ...]`."""
+    padded = pad_sequence(rows.split(counts), batch_first=True)
+    missing = _rounded(padded.shape[1]) - padded.shape[1]
+    return F.pad(padded, (0, 0, 0, 0, 0, missing)) if missing else padded
+
+
+def _rounded(length: int) -> int:
+    """Batches then come in few shapes: a kernel is made, and memory found, for every new one."""
+    return -(-length // _LENGTH_STEP) * _LENGTH_STEP

@@ -4,6 +4,8 @@ from itertools import islice
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from eyas.training.dataset import Conversation, Corpus, epoch_batches, make_batches, training_order
@@ -88,12 +90,30 @@ def test_an_epoch_holds_every_conversation_once() -> None:
     first, again, second, other = (
         epoch_batches(conversations, 40, seed, epoch) for seed, epoch in [(0, 0), (0, 0), (0, 1), (1, 0)]
     )
-    assert sorted((item for batch in first for item in batch), key=lambda item: item.start) == conversations
+    by_start = {item.start: item for item in conversations}
+    whole = [[item for item in batch if item == by_start[item.start]] for batch in first]
+    # What a batch is filled up with may be whole, too, but is one of the texts of another.
+    assert {item.start for batch in whole for item in batch} == set(by_start)
     assert first == again
     assert first != second
     assert first != other
-    spreads = [max(item.length for item in batch) - min(item.length for item in batch) for batch in first]
+    spreads = [max(item.length for item in batch) - min(item.length for item in batch) for batch in whole]
     assert sum(spreads) / len(spreads) < 3
+
+
+@given(lengths=st.lists(st.integers(2, 60), min_size=1, max_size=20), epoch=st.integers(0, 3))
+def test_batches_are_filled_up_with_beginnings_of_others(lengths: list[int], epoch: int) -> None:
+    """Catches batches of many sizes, for each of which kernels are made anew, a text that comes twice in a batch, and
+    texts that are trained on cut off alone."""
+    conversations = conversations_of(lengths)
+    batches = epoch_batches(conversations, 40, 0, epoch)
+    for batch in batches:
+        size = sum(item.length for item in batch)
+        holds_all = {item.start for item in batch} == {item.start for item in conversations}
+        assert size == 40 or (size > 40 and len(batch) == 1) or (size < 40 and holds_all)
+        assert len({item.start for item in batch}) == len(batch)
+        assert all(item in conversations for item in batch[:-1])
+    assert {item for batch in batches for item in batch} >= set(conversations)
 
 
 def test_order_goes_on_where_a_run_stopped() -> None:
