@@ -146,7 +146,8 @@ def main() -> None:
     _, depth, _ = args.shape.split("x")
     shapes = [args.shape, f"{int(depth) + 1}x{depth}x1"]
     evaluation = (
-        "--prompts", str(args.prompts), "--limit", str(args.limit), "--shapes", ",".join(shapes), "--batch", "8"
+        "--prompts", str(args.prompts), "--limit", str(args.limit), "--shapes", ",".join(shapes), "--batch", "8",
+        "--skip-probe",
     )  # fmt: skip
     runs = [
         (recipe, int(seed), max(1, round(60 * args.minutes / paces[recipe.name])))
