@@ -86,7 +86,7 @@ def main() -> None:
         same = [part for option in ("head", "prompts", "target", "depth", "limit", "max-tokens", "dtype")
                 for part in (f"--{option}", str(getattr(args, option.replace("-", "_"))))]  # fmt: skip
         command = [str(args.vllm_python), __file__, "--in-vllm", str(answer), *same]
-        subprocess.run(command, check=True, env={**_VLLM_ENVIRONMENT, **os.environ})
+        subprocess.run(command, check=True, env={**_VLLM_ENVIRONMENT, **os.environ}, stdout=sys.stderr)
         result = {
             "head": args.head, "depth": args.depth, "limit": args.limit, "max_tokens": args.max_tokens,
             "dtype": args.dtype, "vllm": json.loads(answer.read_text()), "eyas": run_in_eyas(args, Path(name)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,13 @@ def test_mistakes_are_one_line(
     line = complaint(arguments.replace("TARGET", str(tiny_models.target())), monkeypatch, capsys)
     assert line.startswith(f"eyas: {message}")
     assert line.count("\n") == 1
+
+
+def test_the_module_is_the_command() -> None:
+    """Catches `python -m eyas.deployments.cli`, which benchmarks call, doing nothing with success."""
+    finished = subprocess.run([sys.executable, "-m", "eyas.deployments.cli"], capture_output=True, text=True)
+    assert finished.returncode == 2
+    assert "usage: eyas" in finished.stderr
 
 
 @pytest.mark.parametrize("error", [ApiError(400, "messages: no chat template"), ConnectionError("a worker failed")])
