@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -143,7 +144,7 @@ def test_factors_learn_what_the_head_proposes(
     trainer, recorder = make_trainer(head=head, dtype=dtype, **changes), Recorder()
     after = trainer.run(recorder)
     before = trainer.before
-    assert recorder.losses[-1] < 0.6 * recorder.losses[0]
+    assert statistics.mean(recorder.losses[-10:]) < 0.7 * statistics.mean(recorder.losses[:3])
     assert all(new < 0.8 * old for new, old in zip(after.divergence, before.divergence, strict=True))
     assert all(new >= old for new, old in zip(after.recall, before.recall, strict=True))
     assert sum(after.recall) > sum(before.recall) + 0.1

@@ -83,8 +83,10 @@ def losses_of(work: Path) -> list[float]:
 
 @pytest.mark.parametrize(
     ("kind", "changes"),
-    [*((kind, {}) for kind in KINDS), ("eagle3", {"objective": "hard"}), ("eagle3", {"objective": "tree"}),
-     ("medusa", {"loss_rows": "all", "has_own_projection": True})],
+    [*((kind, {}) for kind in KINDS if kind != "eagle"), ("eagle3", {"objective": "hard"}),
+     ("eagle3", {"objective": "tree"}), ("medusa", {"loss_rows": "all", "has_own_projection": True}),
+     # At the rate of the others its states run away, and take differences of rounding with them.
+     ("eagle", {"matrix_rate": 3e-3})],
 )  # fmt: skip
 def test_training_stays_on_its_device(make_trainer: Any, tmp_path: Path, kind: str, changes: dict[str, Any]) -> None:
     """Catches a tensor made on the CPU where head or batch lie elsewhere, which only a GPU would show, results that
