@@ -158,7 +158,7 @@ def epoch_batches(
 
 def _filled(conversations: list[Conversation], tokens_per_batch: int) -> list[list[Conversation]]:
     """Batches, each filled up with the beginnings of texts of the following ones, the first coming after the last, so
-    that all are of one size: a kernel is made, and memory found, for every new size."""
+    that all are of one size; see `rounding` for why."""
     batches = make_batches(conversations, tokens_per_batch)
     filled = []
     for index, batch in enumerate(batches):

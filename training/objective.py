@@ -20,10 +20,11 @@ from eyas.training.initialisation import TargetOutput
 from eyas.training.losses import hard_cross_entropy, soft_cross_entropy, target_distribution
 from eyas.training.method import TrainingMethod
 from eyas.training.objective_options import DISTILL, ObjectiveOptions
+from eyas.training.rounding import rounded_up
 from eyas.training.tree_loss import tree_cross_entropy
 
 _PROJECTION = "head.output.weight"
-_ROW_STEP = 128  # a kernel is made, and memory found, for every new size
+_ROW_STEP = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +121,7 @@ class Objective(nn.Module):
             projection = method.projection(self.head, level)
             if projection not in weights:
                 weights[projection] = _rows(projection, columns).to(recorded.dtype)
-            scored = _rounded_up(kept)
+            scored = _filled(kept)
             projected = method.projected(self.head, states.index_select(0, scored), level)
             compared_with = truth.take(rows[scored])
             loss, agrees = self._token_loss(projected, weights[projection], compared_with, bias, kept.shape[0])
@@ -180,10 +181,9 @@ class Objective(nn.Module):
         is_left = self._is_other.clone()
         is_left[present] = False
         left = is_left.nonzero().squeeze(1)
-        # Up to an eighth more, so that the loss mostly has as many columns as in other batches: see _ROW_STEP.
-        step = max(1, self._num_sampled // 8)
-        in_all = -(-(always.shape[0] + self._num_sampled) // step) * step if self._num_sampled else 0
-        num_sampled = min(max(0, in_all - always.shape[0]), left.shape[0])
+        # Up to an eighth more, so that the loss mostly has as many columns as in other batches.
+        in_all = rounded_up(always.shape[0] + self._num_sampled, max(1, self._num_sampled // 8))
+        num_sampled = min(in_all - always.shape[0], left.shape[0])
         bias = torch.zeros(always.shape[0] + num_sampled, dtype=dtype, device=device)
         if not num_sampled:
             return always, bias
@@ -205,9 +205,9 @@ def whole_texts(batch: Batch) -> Batch:
     return replace(batch, is_answer=torch.ones_like(batch.is_answer), prompt_lengths=[0] * len(batch.lengths))
 
 
-def _rounded_up(rows: Tensor) -> Tensor:
+def _filled(rows: Tensor) -> Tensor:
     """Row numbers, the first one repeated until there are a multiple of `_ROW_STEP`."""
-    missing = -rows.shape[0] % _ROW_STEP
+    missing = rounded_up(rows.shape[0], _ROW_STEP) - rows.shape[0]
     return torch.cat([rows, rows[:1].expand(missing)]) if rows.shape[0] else rows
 
 

@@ -21,6 +21,7 @@ from torch.nn.utils.rnn import pad_sequence
 from eyas.kernels.attention_options import PLAIN_ATTENTION, AttentionOptions
 from eyas.models.head import DraftHead
 from eyas.training.batch import Batch
+from eyas.training.rounding import rounded_up
 
 _LENGTH_STEP = 32
 
@@ -68,7 +69,7 @@ class ChainAttention:
         self._keys: dict[int, list[Tensor]] = {}
         self._values: dict[int, list[Tensor]] = {}
         self._device = batch.token_ids.device
-        self._columns = torch.arange(_rounded(max(batch.lengths)), device=self._device)
+        self._columns = torch.arange(rounded_up(max(batch.lengths), _LENGTH_STEP), device=self._device)
         self._bases = self._columns[None]  # [1, S], then [B, Q]
 
     def begin_step(self, step: int) -> None:
@@ -76,7 +77,9 @@ class ChainAttention:
         self._step = step
         self._counts = self._batch.num_bases(step)
         first_bases = torch.tensor(self._batch.first_bases, device=self._device)
-        self._bases = first_bases[:, None] + torch.arange(_rounded(max(self._counts)), device=self._device)
+        self._bases = first_bases[:, None] + torch.arange(
+            rounded_up(max(self._counts), _LENGTH_STEP), device=self._device
+        )
 
     def __call__(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions = PLAIN_ATTENTION
@@ -125,10 +128,5 @@ class ChainAttention:
 def _padded(rows: Tensor, counts: list[int]) -> Tensor:
     """Rows of conversations end to end, `[R, ...]` to `[B, rounded longest, ...]`."""
     padded = pad_sequence(rows.split(counts), batch_first=True)
-    missing = _rounded(padded.shape[1]) - padded.shape[1]
+    missing = rounded_up(padded.shape[1], _LENGTH_STEP) - padded.shape[1]
     return F.pad(padded, (0, 0, 0, 0, 0, missing)) if missing else padded
-
-
-def _rounded(length: int) -> int:
-    """Batches then come in few shapes: a kernel is made, and memory found, for every new one."""
-    return -(-length // _LENGTH_STEP) * _LENGTH_STEP
