@@ -21,7 +21,7 @@ def add_convert_parser(subparsers: Any) -> None:
         "--format",
         choices=["heads", "folder", "vllm"],
         default="heads",
-        help="one .heads file, the folder of the head's authors, or vLLM's Medusa folder [%(default)s]",
+        help="one .heads file, the folder of the head's authors, or a folder that vLLM loads [%(default)s]",
     )
     parser.add_argument("--target", default=DEFAULT_TARGET, help="the model the head is meant for [%(default)s]")
     parser.set_defaults(run=run_convert)
@@ -49,6 +49,7 @@ def write_head(out: Path, files: HeadFiles, target_folder: Path, layout: str | N
         write_eagle_folder,
         write_heads_file,
         write_medusa_folder,
+        write_vllm_eagle3_folder,
         write_vllm_medusa_folder,
     )
     from eyas.models.target_weights import TargetWeights
@@ -58,8 +59,10 @@ def write_head(out: Path, files: HeadFiles, target_folder: Path, layout: str | N
         layout = "heads" if out.suffix == ".heads" else "folder"
     if layout == "heads":
         write_heads_file(out, files, config)
-    elif layout == "vllm":
+    elif layout == "vllm" and files.kind == "medusa":
         write_vllm_medusa_folder(out, files, TargetWeights(target_folder, config))
+    elif layout == "vllm":
+        write_vllm_eagle3_folder(out, files, config)
     elif files.kind == "medusa":
         write_medusa_folder(out, files, config)
     else:

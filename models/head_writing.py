@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from eyas.models.acceptance_prior import FIELD, AcceptancePrior
+from eyas.models.candidate_projection import CANDIDATE_TENSORS
 from eyas.models.config import DecoderConfig, read_json
 from eyas.models.head_files import HeadFiles, HeadOptions, base_of
 from eyas.models.head_loading import normalise_head
@@ -81,6 +82,24 @@ def write_eagle_folder(path: Path, files: HeadFiles, target: DecoderConfig) -> N
             raise ValueError(f"format: an EAGLE-1 folder has no place for {name}, by which EAGLE-3 is known; use heads")
     tensors = {name: _read(files, name) for name in files.tensors.names}
     _write_folder(path, "model.safetensors", files.config, tensors)
+
+
+def write_vllm_eagle3_folder(path: Path, files: HeadFiles, target: DecoderConfig) -> None:
+    """Write an EAGLE-3 head as vLLM loads it: without the factors that find candidates, which it does not know.
+
+    The factors only say which rows of the output projection are read; the head proposes nearly the same without them.
+
+    Raises:
+        ValueError: for another kind.
+    """
+    if files.kind != "eagle3":
+        raise ValueError(
+            f"format: the vllm layout is for medusa and eagle3 heads, not {files.kind}; use folder or heads"
+        )
+    normalise_head(files, target)
+    names = [name for name in files.tensors.names if name not in CANDIDATE_TENSORS]
+    fields = {name: value for name, value in files.config.items() if name != "num_candidates"}
+    _write_folder(path, "model.safetensors", fields, {name: _read(files, name) for name in names})
 
 
 def write_medusa_folder(path: Path, files: HeadFiles, target: DecoderConfig) -> None:

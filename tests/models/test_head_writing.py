@@ -20,6 +20,7 @@ from eyas.models.head_writing import (
     write_eagle_folder,
     write_heads_file,
     write_medusa_folder,
+    write_vllm_eagle3_folder,
     write_vllm_medusa_folder,
 )
 from eyas.models.heads_file import INTEGER_TENSORS
@@ -212,6 +213,27 @@ def test_factors_of_candidates_round_trip(
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
         source = path
+
+
+def test_vllm_folder_of_eagle3_has_no_factors(
+    tiny_models: TinyModels, target: TargetWeights, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches tensors that vLLM stops at as unknown, and a head that lost more than these."""
+    plain = tiny_models.head(target.folder, draft_vocab_size=23)
+    with_factors = tiny_models.head(target.folder, draft_vocab_size=23, num_candidates=9)
+    factors = {"efficient_lm_head_down_proj.weight": (5, 32), "efficient_lm_head.weight": (23, 5)}
+    folder = tiny_models.changed(with_factors, factors)
+    args = ["convert", str(folder), str(tmp_path / "vllm"), "--format", "vllm", "--target", str(target.folder)]
+    assert run(monkeypatch, *args) == 0
+    check_equal(open_head(tmp_path / "vllm"), open_head(plain))
+
+
+def test_vllm_folder_of_other_kinds_is_refused(tiny_models: TinyModels, target: TargetWeights, tmp_path: Path) -> None:
+    """Catches a folder written that vLLM was never seen to load."""
+    files = open_head(tiny_models.eagle_head(target.folder))
+    with pytest.raises(ValueError, match="for medusa and eagle3 heads, not eagle"):
+        write_vllm_eagle3_folder(tmp_path / "vllm", files, target.config)
+    assert not (tmp_path / "vllm").exists()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
