@@ -99,7 +99,7 @@ class Ablation:
         folder = self.work / "outside"
         if not (folder / "head" / "config.json").exists():
             run("train", "eagle3", "--corpus", str(self.outside), "--steps", "1", "--threads", str(self.threads),
-                "--work-dir", str(folder), "--out", str(folder / "head"))  # fmt: skip
+                "--skip-calibration", "--work-dir", str(folder), "--out", str(folder / "head"))  # fmt: skip
 
     def pace(self, recipe: Recipe) -> float:
         """Seconds of a step, the median after a warm-up; the machine should do nothing else."""

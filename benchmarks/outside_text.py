@@ -36,7 +36,7 @@ def docstrings(file: Path) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, _DOCUMENTED):
             text = ast.get_docstring(node)
-            if text is not None and len(text) >= _MIN_CHARACTERS:
+            if text is not None and len(text) >= _MIN_CHARACTERS and "\0" not in text:
                 yield text
 
 

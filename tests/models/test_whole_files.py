@@ -18,6 +18,13 @@ def test_a_file_appears_whole(tmp_path: Path) -> None:
     assert [file.name for file in tmp_path.iterdir()] == ["a.safetensors"]
 
 
+def test_who_may_read_a_file_is_left_to_the_umask(tmp_path: Path) -> None:
+    """Catches a head that only the account that trained it can serve."""
+    (tmp_path / "config.json").touch()
+    save_whole({"x": torch.arange(3)}, tmp_path / "a.safetensors")
+    assert (tmp_path / "a.safetensors").stat().st_mode == (tmp_path / "config.json").stat().st_mode
+
+
 def test_a_full_disk_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a trace, an earlier file destroyed, or half of one left to fill the disk, where the disk is full."""
 
