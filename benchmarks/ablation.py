@@ -58,7 +58,7 @@ RECIPES = (
     Recipe("answers-only", "eagle3", "own", ("--loss-rows", "answers")),
     Recipe("large-batches", "eagle3", "own", ("--batch-tokens", "3000")),
     Recipe("two-layers", "eagle3", "own", ("--layers", "2")),
-    Recipe("medusa", "medusa", "own"),
+    Recipe("medusa", "medusa", "own", ("--num-heads", "5")),
     Recipe("eagle-1", "eagle", "own"),
     Recipe("mtp", "mtp", "own"),
 )

@@ -88,6 +88,7 @@ def write_vllm_eagle3_folder(path: Path, files: HeadFiles, target: DecoderConfig
     """Write an EAGLE-3 head as vLLM loads it: without the factors that find candidates, which it does not know.
 
     The factors only say which rows of the output projection are read; the head proposes nearly the same without them.
+    The acceptance prior goes with them, as it was fitted to scores over the candidates.
 
     Raises:
         ValueError: for another kind.
@@ -98,7 +99,10 @@ def write_vllm_eagle3_folder(path: Path, files: HeadFiles, target: DecoderConfig
         )
     normalise_head(files, target)
     names = [name for name in files.tensors.names if name not in CANDIDATE_TENSORS]
-    fields = {name: value for name, value in files.config.items() if name != "num_candidates"}
+    has_factors = len(names) < len(files.tensors.names)
+    left_out = ("num_candidates", FIELD) if has_factors else ()
+    fields = {name: value for name, value in files.config.items() if name not in left_out}
+    fields["architectures"] = ["LlamaForCausalLMEagle3"]
     _write_folder(path, "model.safetensors", fields, {name: _read(files, name) for name in names})
 
 

@@ -17,13 +17,13 @@ def save_whole(tensors: Mapping[str, Tensor], file: Path, metadata: dict[str, st
         OSError: naming the file, such as where the disk is full; nothing is left then.
     """
     partial = file.with_suffix(".partial")
-    partial.unlink(missing_ok=True)
-    partial.touch()
-    mode = partial.stat().st_mode  # safetensors would let the owner alone read it, whatever the umask says
     try:
+        partial.unlink(missing_ok=True)
+        partial.touch()
+        mode = partial.stat().st_mode  # safetensors would let the owner alone read it, whatever the umask says
         save_file(dict(tensors), partial, metadata=metadata)
         partial.chmod(mode)
-    except SafetensorError as error:
+    except (SafetensorError, OSError) as error:
         partial.unlink(missing_ok=True)
         raise OSError(f"{file} cannot be written: {error}") from error
     partial.replace(file)

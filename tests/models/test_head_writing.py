@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from eyas.deployments import commands
+from eyas.models.acceptance_prior import FIELD, AcceptancePrior
 from eyas.models.config import DecoderConfig
 from eyas.models.head_files import HeadFiles
 from eyas.models.head_loading import load_head, normalise_head, open_head
@@ -223,9 +224,20 @@ def test_vllm_folder_of_eagle3_has_no_factors(
     with_factors = tiny_models.head(target.folder, draft_vocab_size=23, num_candidates=9)
     factors = {"efficient_lm_head_down_proj.weight": (5, 32), "efficient_lm_head.weight": (23, 5)}
     folder = tiny_models.changed(with_factors, factors)
+    config = json.loads((folder / "config.json").read_text())
+    config |= {
+        "architectures": ["LlamaForCausalLMEagle4"],
+        FIELD: AcceptancePrior(torch.tensor([-1.0, 0.0]), None, None).as_json(),
+    }
+    (folder / "config.json").write_text(json.dumps(config))
     args = ["convert", str(folder), str(tmp_path / "vllm"), "--format", "vllm", "--target", str(target.folder)]
     assert run(monkeypatch, *args) == 0
-    check_equal(open_head(tmp_path / "vllm"), open_head(plain))
+    written = open_head(tmp_path / "vllm")
+    assert written.config["architectures"] == ["LlamaForCausalLMEagle3"]
+    assert "num_candidates" not in written.config
+    assert FIELD not in written.config
+    assert contents(written).keys() == contents(open_head(plain)).keys()
+    assert all(torch.equal(tensor, contents(written)[name]) for name, tensor in contents(open_head(plain)).items())
 
 
 def test_vllm_folder_of_other_kinds_is_refused(tiny_models: TinyModels, target: TargetWeights, tmp_path: Path) -> None:
