@@ -223,7 +223,7 @@ def draw(summary: dict[str, Any], recipes: list[Recipe], file: Path) -> None:
     axes.set_yticks(range(len(recipes)), [recipe.name for recipe in recipes])
     axes.invert_yaxis()
     axes.set(xlabel=f"tokens per verify step after {summary['minutes']:g} minutes of training", xlim=(1.0, None))
-    axes.legend(loc="lower right")
+    figure.legend(loc="outside upper center", ncols=2)
     figure.savefig(file, dpi=120)
 
 
