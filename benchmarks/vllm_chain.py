@@ -88,8 +88,9 @@ def main() -> None:
         command = [str(args.vllm_python), __file__, "--in-vllm", str(answer), *same]
         subprocess.run(command, check=True, env={**_VLLM_ENVIRONMENT, **os.environ}, stdout=sys.stderr)
         result = {
-            "head": args.head, "depth": args.depth, "limit": args.limit, "max_tokens": args.max_tokens,
-            "dtype": args.dtype, "vllm": json.loads(answer.read_text()), "eyas": run_in_eyas(args, Path(name)),
+            "head": args.head, "prompts": Path(args.prompts).name, "depth": args.depth, "limit": args.limit,
+            "max_tokens": args.max_tokens, "dtype": args.dtype, "vllm": json.loads(answer.read_text()),
+            "eyas": run_in_eyas(args, Path(name)),
         }  # fmt: skip
     result["ratio"] = result["eyas"]["acceptance_length"] / result["vllm"]["acceptance_length"]
     print(json.dumps(result, indent=1))
