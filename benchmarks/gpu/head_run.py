@@ -24,7 +24,8 @@ _TINY_PIECE_BYTES = 20_000
 _RESULT = "result.tar"
 _JOIN = f"""sha256sum --check {SUMS} && cat {_RESULT}.part* | tar --extract
 """
-# The shipped head's, but for larger batches, as a step of 1,500 rows hardly fills a GPU; before the caller's options.
+# Those of the shipped head's first stage, before the caller's own. Batches are larger, as a step of 1,500 rows hardly
+# fills a GPU.
 _RECIPE = ["--draft-vocab", "24576", "--batch-tokens", "4000"]
 # What a dry run adds instead, before the caller's own options: the same path over tiny shapes.
 _DRY_OPTIONS = ["--dtype", "float32", "--steps", "3", "--draft-vocab", "48", "--batch-tokens", "150", "--threads", "1"]
